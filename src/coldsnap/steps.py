@@ -1,0 +1,350 @@
+"""The steps a plan is made of: small frozen classes with imperative names, and nothing else.
+
+Every field is a plain value, so that a step prints, compares, serialises and takes part in the plan's digest. What a
+step *does* is in the package that its name belongs to; ``execute`` has one branch for each class.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, get_args
+
+from attrs import frozen
+
+__all__ = [
+    "AdmitArtifact",
+    "AdmitEngine",
+    "AdmitHost",
+    "AdmitOutput",
+    "AdmitPlacement",
+    "AttachEngine",
+    "AwaitReady",
+    "CheckpointCuda",
+    "CommitArtifact",
+    "CompareAnswer",
+    "DumpTree",
+    "HandOver",
+    "LaunchEngine",
+    "LockCuda",
+    "Phase",
+    "Quiesce",
+    "Reconnect",
+    "RecordAnswer",
+    "RestoreCuda",
+    "SealArtifact",
+    "SettleWorkload",
+    "StageCapsule",
+    "StartKeeper",
+    "Step",
+    "StopEngine",
+    "ThawTree",
+    "UnlockCuda",
+    "VerifyFiles",
+]
+
+Phase = Literal[
+    "ADMIT", "STAGE", "THAW", "LAUNCH", "RECONNECT", "ACCEPT", "QUIESCE", "DUMP", "SEAL", "PUBLISH", "SETTLE"
+]
+
+
+@frozen(kw_only=True)
+class _Base:
+    """What every step has.
+
+    Attributes:
+        id: Unique in its plan; receipts, spans and fault points use it.
+        after: The ids of the steps that must have ended before.
+    """
+
+    id: str
+    after: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class AdmitHost(_Base):
+    """Check that the host is still the one whose facts were resolved, and that CRIU may run."""
+
+    phase: ClassVar[Phase] = "ADMIT"
+    host: str
+    boot_id: str
+    criu: str
+    criu_digest: str
+
+
+@frozen(kw_only=True)
+class AdmitOutput(_Base):
+    """Check that nothing is at the output and that it can be written."""
+
+    phase: ClassVar[Phase] = "ADMIT"
+    output: str
+
+
+@frozen(kw_only=True)
+class AdmitEngine(_Base):
+    """Check the engine's environment: the interpreter, the engine, and the same coldsnap in it; and the model."""
+
+    phase: ClassVar[Phase] = "ADMIT"
+    kind: str
+    python: str
+    model: str
+    revision: str
+
+
+@frozen(kw_only=True)
+class AdmitPlacement(_Base):
+    """Check that the port is free and the run directory is not in use."""
+
+    phase: ClassVar[Phase] = "ADMIT"
+    address: str
+    port: int
+
+
+@frozen(kw_only=True)
+class AdmitArtifact(_Base):
+    """Check format, identity and compatibility of the artifact, all mismatches at once."""
+
+    phase: ClassVar[Phase] = "ADMIT"
+    artifact: str
+    digest: str
+    kernel: str
+    enforce_captured_driver_floor: bool
+
+
+@frozen(kw_only=True)
+class LaunchEngine(_Base):
+    """Start a keeper, and the engine under it.
+
+    Attributes:
+        kind: The engine's kind.
+        argv: Its command.
+        environment: What it gets beyond the allow-listed names of the caller's environment.
+        cwd: Its working directory.
+        namespace: private or host.
+        name: The run directory's name, empty when made up.
+        run_dir: The run directory itself, empty when below the run root.
+        spec: The engine as the user described it, as JSON text; kept beside the running engine.
+    """
+
+    phase: ClassVar[Phase] = "LAUNCH"
+    kind: str
+    argv: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    cwd: str
+    namespace: str
+    name: str
+    run_dir: str
+    address: str
+    port: int
+    spec: str
+
+
+@frozen(kw_only=True)
+class AttachEngine(_Base):
+    """Take up the keeper of an engine that serves already."""
+
+    phase: ClassVar[Phase] = "LAUNCH"
+    run_dir: str
+
+
+@frozen(kw_only=True)
+class AwaitReady(_Base):
+    """Wait until the port is open and the engine says it is healthy; end at once when it dies."""
+
+    phase: ClassVar[Phase] = "ACCEPT"
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class RecordAnswer(_Base):
+    """Empty the prefix cache, ask, and record token ids and text; ask twice: an answer that varies proves nothing."""
+
+    phase: ClassVar[Phase] = "ACCEPT"
+    prompt: str
+    tokens: int
+
+
+@frozen(kw_only=True)
+class Quiesce(_Base):
+    """Let requests in flight end and start no new ones."""
+
+    phase: ClassVar[Phase] = "QUIESCE"
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class LockCuda(_Base):
+    """Lock CUDA in every process that holds the driver open."""
+
+    phase: ClassVar[Phase] = "QUIESCE"
+    devices: tuple[int, ...]
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class CheckpointCuda(_Base):
+    """Move CUDA state of every locked process into host memory."""
+
+    phase: ClassVar[Phase] = "QUIESCE"
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class DumpTree(_Base):
+    """Write the process image and the volatile files while the tree is frozen.
+
+    Attributes:
+        criu: The CRIU executable.
+        leave: stopped (until the artifact is committed) or running.
+        timeout_s: Deadline, s.
+    """
+
+    phase: ClassVar[Phase] = "DUMP"
+    unit: str
+    criu: str
+    leave: Literal["stopped", "running"]
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class SealArtifact(_Base):
+    """Digest every file and write descriptor and evidence."""
+
+    phase: ClassVar[Phase] = "SEAL"
+    output: str
+    weights: str
+    image_compression: str
+
+
+@frozen(kw_only=True)
+class CommitArtifact(_Base):
+    """Make the artifact exist: one rename."""
+
+    phase: ClassVar[Phase] = "PUBLISH"
+    output: str
+
+
+@frozen(kw_only=True)
+class SettleWorkload(_Base):
+    """Stop the captured workload, or let it serve on."""
+
+    phase: ClassVar[Phase] = "SETTLE"
+    then: Literal["stop", "keep"]
+
+
+@frozen(kw_only=True)
+class StartKeeper(_Base):
+    """Start the keeper that will own the restored tree."""
+
+    phase: ClassVar[Phase] = "THAW"
+    namespace: str
+    name: str
+    run_dir: str
+
+
+@frozen(kw_only=True)
+class StageCapsule(_Base):
+    """Put the volatile files back, write the directive, and move ports that are taken."""
+
+    phase: ClassVar[Phase] = "STAGE"
+    unit: str
+    address: str
+    port: int
+
+
+@frozen(kw_only=True)
+class VerifyFiles(_Base):
+    """Compare every file of the artifact with its evidence: by stat when unchanged, by digest otherwise."""
+
+    phase: ClassVar[Phase] = "STAGE"
+    artifact: str
+    mode: Literal["evidence", "full"]
+
+
+@frozen(kw_only=True)
+class ThawTree(_Base):
+    """Bring the process tree back from its image."""
+
+    phase: ClassVar[Phase] = "THAW"
+    unit: str
+    criu: str
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class RestoreCuda(_Base):
+    """Move CUDA state back to the devices, in every process that had some."""
+
+    phase: ClassVar[Phase] = "THAW"
+    devices: tuple[int, ...]
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class UnlockCuda(_Base):
+    """Let every process call CUDA again."""
+
+    phase: ClassVar[Phase] = "THAW"
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class Reconnect(_Base):
+    """Have every rank read its new directive: incarnation, random streams, endpoint."""
+
+    phase: ClassVar[Phase] = "RECONNECT"
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class CompareAnswer(_Base):
+    """Ask what was asked at capture and compare token ids and text."""
+
+    phase: ClassVar[Phase] = "ACCEPT"
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class HandOver(_Base):
+    """Give the engine to the caller: from here on it serves until it is stopped."""
+
+    phase: ClassVar[Phase] = "SETTLE"
+
+
+@frozen(kw_only=True)
+class StopEngine(_Base):
+    """End the engine and everything it started."""
+
+    phase: ClassVar[Phase] = "SETTLE"
+    run_dir: str
+    grace_s: float
+
+
+Step = (
+    AdmitHost
+    | AdmitOutput
+    | AdmitEngine
+    | AdmitPlacement
+    | AdmitArtifact
+    | LaunchEngine
+    | AttachEngine
+    | AwaitReady
+    | RecordAnswer
+    | Quiesce
+    | LockCuda
+    | CheckpointCuda
+    | DumpTree
+    | SealArtifact
+    | CommitArtifact
+    | SettleWorkload
+    | StartKeeper
+    | StageCapsule
+    | VerifyFiles
+    | ThawTree
+    | RestoreCuda
+    | UnlockCuda
+    | Reconnect
+    | CompareAnswer
+    | HandOver
+    | StopEngine
+)
+
+STEP_CLASSES: dict[str, type[Step]] = {cls.__name__: cls for cls in get_args(Step)}
