@@ -23,6 +23,7 @@ __all__ = [
     "Pattern",
     "Span",
     "Subset",
+    "clipped",
     "did_you_mean",
     "found",
     "literal",
@@ -74,13 +75,16 @@ def literal(value: object) -> str:
 
 def found(value: object) -> str:
     """Name a wrong value with its kind, as an error shows it."""
-    kinds = {bool: "boolean", int: "integer", float: "float", str: "text", tuple: "list", list: "list", dict: "table"}
+    kinds = {bool: "boolean ", int: "integer ", float: "float ", str: "text ", tuple: "list ", list: "list "}
     if value is None:
         return "found null; to leave a key at its default, leave it out"
-    shown = literal(value)
-    if len(shown) > _SHOWN_CHARACTERS:
-        shown = shown[:_SHOWN_CHARACTERS] + "…"
-    return f"found {kinds.get(type(value), type(value).__name__)} {shown}"
+    return f"found {'table ' if isinstance(value, Mapping) else kinds.get(type(value), '')}{clipped(literal(value))}"
+
+
+def clipped(text: str) -> str:
+    """Shorten a text for an error, and spell out the lone surrogates of JSON, which no terminal takes."""
+    short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+    return short.encode("utf-8", "backslashreplace").decode()
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from coldsnap.policy.leaf import Leaf
+from coldsnap.policy.limits import found
 
 __all__ = ["Problem", "broken_rules", "problems"]
 
@@ -66,7 +67,7 @@ def _calibration_needs_asynchronous_graphs(calibration: str, asynchronous: bool)
 @_reads("process.cache_seed", "process.cache_paths")
 def _no_paths_without_seeding(seed: bool, paths: tuple[str, ...]) -> Iterator[Problem]:
     if paths and not seed:
-        why = f"expected [] because process.cache_seed is false; found {len(paths)} paths"
+        why = f"expected [] because process.cache_seed is false; {found(paths)}"
         yield "process.cache_paths", f"{why}; drop them, or seed"
 
 

@@ -7,17 +7,19 @@ problems with their path, and all of them are named at once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from coldsnap.errors import PolicyError
 from coldsnap.policy.leaf import Leaf, Section, flat, leaves_of
-from coldsnap.policy.limits import did_you_mean, found, literal
+from coldsnap.policy.limits import clipped, did_you_mean, found, literal
 from coldsnap.policy.rules import Problem, broken_rules
 
 __all__ = ["LIMIT_BYTES", "data_of", "parse_json", "parse_toml", "read_file", "values_in", "write_json", "write_toml"]
 
 LIMIT_BYTES = 1024 * 1024  # a policy is a page; more is another file
+_HINTS = 50  # looking for close words is slow, and a megabyte of unknown keys is no typing mistake
 
 
 # Reading.
@@ -79,9 +81,10 @@ def _unique(data: Any, path: str, repeated: list[Problem]) -> Any:
     if isinstance(data, _Pairs):
         table: dict[str, Any] = {}
         for key, value in data:
+            place = f"{path}.{_shown_key(key)}"
             if key in table:
-                repeated.append((f"{path}.{key}", "expected once; found again; keep one of them"))
-            table[key] = _unique(value, f"{path}.{key}", repeated)
+                repeated.append((place, "expected once; found again; keep one of them"))
+            table[key] = _unique(value, place, repeated)
         return table
     if isinstance(data, list):
         return [_unique(item, f"{path}[{index}]", repeated) for index, item in enumerate(data)]
@@ -128,12 +131,18 @@ def _walk(data: Any, kind: type[Section], prefix: str, wrong: list[Problem]) -> 
                 wrong.append((f"$.{prefix}{key}", problem))
             yield prefix + key, frozen
         else:
-            wrong.append((f"$.{prefix}{key}", _unknown(str(key), kind, prefix)))
+            hint = _unknown(str(key), kind, prefix) if len(wrong) < _HINTS else "is no key of a policy"
+            wrong.append((f"$.{prefix}{_shown_key(key)}", hint))
+
+
+def _shown_key(key: object) -> str:
+    return key if isinstance(key, str) and re.fullmatch(r"[\w-]{1,60}", key, re.ASCII) else clipped(literal(key))
 
 
 def _unknown(key: str, kind: type[Section], prefix: str) -> str:
     known = [*(row.name for row in kind.LEAVES), *kind.PARTS]
-    return f"is no key of {prefix.rstrip('.') or 'a policy'}{did_you_mean(key, known)}; known: {', '.join(known)}"
+    hint = did_you_mean(key, known) or f"; its keys are {', '.join(known)}"
+    return f"is no key of {prefix.rstrip('.') or 'a policy'}{hint}"
 
 
 # Writing.
