@@ -9,28 +9,33 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-from attrs import frozen
+from typing import Literal, Protocol
 
 __all__ = ["Process", "Spawner", "TreeKeeper", "end_process"]
 
 
-@frozen(kw_only=True)
-class Process:
-    """One process of the tree.
+class Process(Protocol):
+    """One process of the tree, pids as the tree sees them."""
 
-    Attributes:
-        pid: In the tree's pid namespace, like every pid a driver handles.
-        ppid: Its parent.
-        state: The letter of ``/proc/<pid>/stat``: T is stopped, t traced, Z a zombie.
-        comm: Its name.
-    """
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        ...
 
-    pid: int
-    ppid: int
-    state: str
-    comm: str
+    @property
+    def ppid(self) -> int:
+        """Its parent's."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """The letter of ``/proc/<pid>/stat``: T is stopped, t traced, Z a zombie."""
+        ...
+
+    @property
+    def comm(self) -> str:
+        """Its name."""
+        ...
 
 
 class Spawner(Protocol):
@@ -85,7 +90,7 @@ class TreeKeeper(Spawner, Protocol):
         """Take a restored root, already a child of the keeper, as the engine."""
         ...
 
-    def signal(self, number: int, *, whom: str) -> None:
+    def signal(self, number: int, *, whom: Literal["root", "tree"]) -> None:
         """Signal the ``root`` or the whole ``tree``."""
         ...
 

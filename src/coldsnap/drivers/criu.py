@@ -1,4 +1,4 @@
-"""CRIU, spoken to over ``criu swrk``: one process for each request, protobuf messages on a SEQPACKET socket pair.
+"""CRIU: version, check, features, dump and restore, each one conversation with one ``criu swrk`` process.
 
 The one rule: the answer decides. CRIU writes ``Error`` lines about things that do not matter (a resource limit it may
 not raise) and none about some that do, so a log is quoted, never searched.
@@ -7,23 +7,21 @@ not raise) and none about some that do, so a log is quoted, never searched.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import select
-import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from attrs import field, frozen
 
-from coldsnap.drivers.base import Spawner, end_process
+from coldsnap.drivers.base import Spawner
 from coldsnap.drivers.messages import enum_value, message
-from coldsnap.errors import DriverError, StepTimeout
+from coldsnap.drivers.swrk import IMAGES_FD, SHARED_FD, WORK_FD, Session, local_spawner
+from coldsnap.errors import DriverError
 
-__all__ = ["Criu", "Features", "LocalSpawner", "log_tail"]
+__all__ = ["Criu", "Features", "log_tail"]
 
 GHOST_LIMIT_BYTES = 128 << 20
 """Unlinked files up to this size travel in the image; NCCL's proxy shared memory is 65 MiB."""
@@ -33,10 +31,6 @@ LOG_LEVEL = 4
 LOG_TAIL_LINES = 20
 LOG_READ_BYTES = 64 << 10
 CHECK_TIMEOUT_S = 20.0
-GRACE_S = 5.0
-"""How long CRIU may take to undo what it did, once nobody listens to it any more, s."""
-
-SOCKET_FD, IMAGES_FD, WORK_FD = 3, 4, 5
 
 Notify = Callable[[int], None]
 
@@ -50,48 +44,17 @@ class Features:
     pidfd_store: bool
 
 
-@frozen
-class LocalSpawner:
-    """Starts helpers as children of this process: enough to ask CRIU for its version or a check."""
+@frozen(kw_only=True)
+class _Work:
+    """What one request needs beyond its options."""
 
-    proc_fd: int = field(factory=lambda: os.open("/proc", os.O_DIRECTORY | os.O_RDONLY), init=False)
-
-    def spawn_helper(self, argv: Sequence[str], *, env: Mapping[str, str], name: str, fds: Mapping[int, int]) -> int:
-        """Start a helper; see :class:`Spawner`."""
-        # First to numbers nobody asks for: a plain dup2 could overwrite a descriptor that is still to be moved.
-        copies = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for number, fd in fds.items()}
-        null: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, n, "/dev/null", os.O_RDWR, 0) for n in range(3)]
-        moves: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, copy, number) for number, copy in copies.items()]
-        try:
-            return os.posix_spawn(argv[0], list(argv), dict(env), file_actions=[*null, *moves])
-        except OSError as error:
-            raise DriverError(f"the helper {name} cannot be started: {error}", command=argv[0]) from error
-        finally:
-            for copy in copies.values():
-                os.close(copy)
-
-    def wait_helper(self, pid: int, *, timeout_s: float) -> int:
-        """Wait for a helper; see :class:`Spawner`."""
-        pidfd = os.pidfd_open(pid)
-        try:
-            if not select.select([pidfd], [], [], timeout_s)[0]:
-                raise TimeoutError(f"the process {pid} still runs after {timeout_s} s")
-        finally:
-            os.close(pidfd)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    def close(self) -> None:
-        """Close the descriptor of ``/proc``."""
-        os.close(self.proc_fd)
+    fds: Mapping[int, int] = field(factory=dict)
+    timeout_s: float = CHECK_TIMEOUT_S
+    notify: Mapping[str, Notify] = field(factory=dict)
+    started: Notify = lambda _pid: None
 
 
-@contextmanager
-def _local() -> Iterator[LocalSpawner]:
-    spawner = LocalSpawner()
-    try:
-        yield spawner
-    finally:
-        spawner.close()
+_NO_WORK = _Work()
 
 
 def log_tail(directory_fd: int, name: str) -> str:
@@ -110,64 +73,6 @@ def log_tail(directory_fd: int, name: str) -> str:
         lines = log.read().decode("utf-8", "replace").splitlines()
     # Without CAP_SYS_RESOURCE CRIU complains that it cannot raise its own file limit, and goes on.
     return "\n".join([line for line in lines if "Can't setup RLIMIT_NOFILE" not in line][-LOG_TAIL_LINES:])
-
-
-class _Session:
-    """One ``criu swrk`` process and the caller's end of its socket."""
-
-    def __init__(self, spawner: Spawner, path: str, command: str, deadline_s: float, fds: Mapping[int, int]) -> None:
-        self._spawner, self._command, self._timeout_s = spawner, command, deadline_s
-        self._deadline = time.monotonic() + deadline_s
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # No configuration file may add an option behind our back. The directories travel as descriptors: a path may
-        # mean something else in the tree's mount namespace (its /dev/shm is private), and the numbers in
-        # images_dir_fd and work_dir_fd are looked up in the sender's /proc entry, which that namespace does not have.
-        directory = ("--work-dir", f"/proc/self/fd/{WORK_FD}") if WORK_FD in fds else ()
-        argv = (path, "--no-default-config", *directory, "swrk", str(SOCKET_FD))
-        try:
-            self.pid = spawner.spawn_helper(
-                argv,
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-                name=f"criu-{command}",
-                fds={3: theirs.fileno(), **fds},
-            )
-        except BaseException:
-            self.socket.close()
-            raise
-        finally:
-            theirs.close()
-
-    def send(self, request: Any) -> None:
-        """Send one request, or the answer to a notification."""
-        self.socket.send(request.SerializeToString())
-
-    def receive(self) -> Any:
-        """Wait for CRIU's next message until the deadline."""
-        left_s = self._deadline - time.monotonic()
-        self.socket.settimeout(max(left_s, 0.001))
-        try:
-            data = self.socket.recv(1 << 16)
-        except TimeoutError as error:
-            raise StepTimeout(
-                f"criu {self._command} did not end within {self._timeout_s:.0f} s; it was stopped and the tree continued",
-                seconds=self._timeout_s,
-            ) from error
-        if not data:
-            raise ConnectionError("its process ended without an answer")
-        answer = message("criu_resp")()
-        answer.ParseFromString(data)
-        return answer
-
-    def end(self) -> None:
-        """Let CRIU end: by itself when it can, by force otherwise."""
-        # With nobody at the other end the next notification fails, and CRIU undoes everything in good order.
-        self.socket.close()
-        try:
-            self._spawner.wait_helper(self.pid, timeout_s=GRACE_S)
-        except TimeoutError:
-            # A killed tracer lets go of its tracees, and its parasite in them leaves when its socket closes.
-            end_process(self._spawner.proc_fd, self.pid)
-            self._spawner.wait_helper(self.pid, timeout_s=GRACE_S)
 
 
 class Criu:
@@ -234,7 +139,7 @@ class Criu:
         # A connection that nobody accepted yet would make the dump fail: its client sees a reset instead.
         options |= {"tcp_skip_in_flight": True, "ghost_limit": GHOST_LIMIT_BYTES}
         fds = {IMAGES_FD: images_fd, WORK_FD: work_fd}
-        self._work("DUMP", options, fds, work_fd, timeout_s, notify or {})
+        self._work("DUMP", options, _Work(fds=fds, timeout_s=timeout_s, notify=notify or {}))
 
     def restore(
         self,
@@ -242,38 +147,33 @@ class Criu:
         images_fd: int,
         work_fd: int,
         timeout_s: float,
-        notify: Mapping[str, Callable[[int], None]] | None = None,
+        replace: Mapping[str, bytes] | None = None,
+        notify: Mapping[str, Notify] | None = None,
     ) -> int:
         """Bring a process tree back.
 
         Args:
-            images_fd: Directory of the image files.
-            work_fd: Directory for ``restore.log`` and ``stats-restore``.
+            images_fd: Directory of the image files; only read.
+            work_fd: Directory for ``restore.log`` and ``stats-restore``; with ``replace``, for ``images`` too.
             timeout_s: Deadline, s.
-            notify: By notification; ``setup-namespaces`` and ``post-restore`` bring the root's pid.
+            replace: Image files that CRIU is to see in place of those of the directory.
+            notify: By notification; ``post-restore`` brings the root's pid.
 
         Returns:
             The root's pid. It is a child of the spawner.
 
         Raises:
             DriverError: CRIU refused, and killed what it had restored.
-            StepTimeout: The deadline passed.
+            StepTimeout: The deadline passed; what was restored may still be there.
         """
         # The root becomes a child of CRIU's parent, the keeper: nobody else could reap it or see it end.
         options = {"log_file": "restore.log", "rst_sibling": True}
-        fds = {IMAGES_FD: images_fd, WORK_FD: work_fd}
-        answer = self._work("RESTORE", options, fds, work_fd, timeout_s, notify or {})
-        return int(answer.restore.pid)
+        with _composed(images_fd, work_fd, replace or {}) as (seen_fd, started):
+            fds = {IMAGES_FD: seen_fd, WORK_FD: work_fd, SHARED_FD: images_fd}
+            work = _Work(fds=fds, timeout_s=timeout_s, notify=notify or {}, started=started)
+            return int(self._work("RESTORE", options, work).restore.pid)
 
-    def _work(
-        self,
-        command: str,
-        options: Mapping[str, Any],
-        fds: Mapping[int, int],
-        work_fd: int,
-        timeout_s: float,
-        notify: Mapping[str, Notify],
-    ) -> Any:
+    def _work(self, command: str, options: Mapping[str, Any], work: _Work) -> Any:
         request = message("criu_req")()
         request.opts.images_dir_fd = -1
         request.opts.images_dir = f"/proc/self/fd/{IMAGES_FD}"
@@ -285,52 +185,59 @@ class Criu:
             setattr(request.opts, name, True)
         for name, value in options.items():
             setattr(request.opts, name, value)
-        return self._ask(command, request, fds=fds, work_fd=work_fd, timeout_s=timeout_s, notify=notify)
+        return self._ask(command, request, work)
 
-    def _ask(
-        self,
-        command: str,
-        request: Any = None,
-        *,
-        fds: Mapping[int, int] | None = None,
-        work_fd: int | None = None,
-        timeout_s: float = CHECK_TIMEOUT_S,
-        notify: Mapping[str, Notify] | None = None,
-    ) -> Any:
+    def _ask(self, command: str, request: Any = None, work: _Work = _NO_WORK) -> Any:
         request = request if request is not None else message("criu_req")()
         request.type = enum_value("criu_req_type", command)
         verb = command.lower().replace("_", "-")
-        with _local() if self._spawner is None else nullcontext(self._spawner) as spawner:
-            session = _Session(spawner, self.path, verb, timeout_s, fds or {})
-            raised: BaseException | None = None
+        answer, raised = None, None
+        with local_spawner() if self._spawner is None else nullcontext(self._spawner) as spawner:
+            session = Session(spawner, self.path, verb, work.timeout_s, work.fds)
             try:
-                session.send(request)
-                answer, raised = _converse(session, notify or {})
+                work.started(session.pid)
+                answer, raised = session.converse(request, work.notify)
                 reason = "" if answer.success else answer.cr_errmsg.strip() or os.strerror(answer.cr_errno or errno.EIO)
-            except (ConnectionError, BrokenPipeError) as error:
-                reason = str(error)
+            except ConnectionError as error:
+                reason = f"its process ended without an answer ({error})"
             finally:
                 session.end()
         if raised is not None:
             raise raised
         if reason:
-            tail = "" if work_fd is None else log_tail(work_fd, f"{verb}.log")
+            tail = log_tail(work.fds[WORK_FD], f"{verb}.log") if WORK_FD in work.fds else ""
             raise DriverError(f"criu {verb} failed: {reason}", command=f"{self.path} {verb}", log_tail=tail)
         return answer
 
 
-def _converse(session: _Session, notify: Mapping[str, Notify]) -> tuple[Any, BaseException | None]:
-    """Answer notifications until CRIU answers; a callback that raises makes CRIU undo, then its error comes back."""
-    raised: BaseException | None = None
-    kind = enum_value("criu_req_type", "NOTIFY")
-    while (answer := session.receive()).type == kind:
-        reply = message("criu_req")()
-        reply.type = kind
-        try:
-            if (callback := notify.get(answer.notify.script)) is not None:
-                callback(answer.notify.pid)
-        except BaseException as error:  # noqa: BLE001  (raised again once CRIU has undone its work)
-            raised = error
-        reply.notify_success = raised is None
-        session.send(reply)
-    return answer, raised
+@contextmanager
+def _composed(images_fd: int, work_fd: int, replace: Mapping[str, bytes]) -> Iterator[tuple[int, Notify]]:
+    """Make a directory that shows some image files replaced, the others shared; it lives as long as the restore.
+
+    Yields:
+        The directory's descriptor, and what to call with CRIU's pid once that is known.
+    """
+    if not replace:
+        yield images_fd, lambda _pid: None
+        return
+    name = f"images-{secrets.token_hex(4)}"
+    os.mkdir(name, 0o700, dir_fd=work_fd)
+    fd = os.open(name, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC, dir_fd=work_fd)
+
+    def share(criu_pid: int) -> None:
+        # Through CRIU's own descriptor: the artifact's path may be hidden in the tree's mount namespace, may be on
+        # another filesystem (no hard links), and CRIU's children close their copies before they read their pages.
+        for image in os.listdir(images_fd):
+            if image not in replace:
+                os.symlink(f"/proc/{criu_pid}/fd/{SHARED_FD}/{image}", image, dir_fd=fd)
+
+    try:
+        for image, data in replace.items():
+            with os.fdopen(os.open(image, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=fd), "wb") as file:
+                file.write(data)
+        yield fd, share
+    finally:
+        for image in os.listdir(fd):
+            os.unlink(image, dir_fd=fd)
+        os.rmdir(name, dir_fd=work_fd)
+        os.close(fd)

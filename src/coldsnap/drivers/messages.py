@@ -31,18 +31,18 @@ def _tokens(text: str) -> Iterator[str]:
 def _statements(tokens: Iterator[str]) -> Iterator[list[str]]:
     """Yield the statements of one block, up to its closing brace; a nested block's head ends with ``{``."""
     statement: list[str] = []
-    for token in tokens:
-        if token == "}":
+    for part in tokens:
+        if part == "}":
             return
-        if token == ";":
+        if part == ";":
             if statement:
                 yield statement
             statement = []
-        elif token == "{":
-            yield [*statement, token]
+        elif part == "{":
+            yield [*statement, part]
             statement = []
         else:
-            statement.append(token)
+            statement.append(part)
 
 
 def _field(statement: list[str]) -> Field:
