@@ -132,7 +132,8 @@ def _recovery(suffix: str, leaf: str, default: str, meaning: str, projection: Pr
     return Setting(
         name=f"COLDSNAP_RECOVERY_{suffix}",
         path=f"weights.recovery.{leaf}",
-        owner="controller",
+        # The plan settles auto by the filesystem behind each file; a name set beside it would go unnoticed.
+        owner="controller" if suffix == "LOADER_BACKEND" else "user",
         engine="vllm",
         default=default,
         meaning=meaning,
@@ -207,15 +208,20 @@ SETTINGS: tuple[Setting, ...] = (
         meaning="Empty, or kv_cache: contents thrown away at capture, zero after restore, checked by reading back.",
         projection=_words,
     ),
-    _io("HIBERNATE_READ_MODE", "hibernate_read_mode", "direct", "direct or buffered."),
-    _io("HIBERNATE_WRITE_MODE", "hibernate_write_mode", "direct", "direct or buffered."),
-    _io("HIBERNATE_VERIFY_MODE", "verify_mode", "inline", "inline, or preverified, which needs evidence."),
+    _io("HIBERNATE_READ_MODE", "hibernate_read_mode", "direct", "How hibernated state is read: direct or buffered."),
+    _io("HIBERNATE_WRITE_MODE", "hibernate_write_mode", "direct", "How it is written: direct or buffered."),
+    _io("HIBERNATE_VERIFY_MODE", "verify_mode", "inline", "inline: digests on the way. preverified: needs evidence."),
     _io("HIBERNATE_REUSE_BLOB", "reuse_blob", "1", "1: keep using a restored blob of the same generation.", _flag),
     # vLLM: native I/O.
     _io(
         "CAPTURE_BACKEND", "capture_backend", "auto", "auto, python, buffered or direct; direct refuses the unaligned."
     ),
-    _io("HYDRATION_BACKEND", "hydration_backend", "python", "auto, python, buffered, direct or gds."),
+    _io(
+        "HYDRATION_BACKEND",
+        "hydration_backend",
+        "python",
+        "How weights reach memory: auto, python, buffered, direct or gds.",
+    ),
     _io("HYDRATION_QUEUE_DEPTH", "queue_depth", "4", "Native I/O requests in flight."),
     _io("HYDRATION_NATIVE_LIBRARY", "native_library", "", "The native library, for backends other than python."),
     _io("HYDRATION_NATIVE_SHA256", "native_sha256", "", "Digest that the native library must have."),
@@ -223,7 +229,9 @@ SETTINGS: tuple[Setting, ...] = (
     _recovery(
         "WEIGHT_SOURCE", "enabled", "", "safetensors: record what recovery needs; unset: whole blobs.", _recovers
     ),
-    _recovery("LOADER_BACKEND", "loader_backend", "auto", "auto, direct, buffered, mmap or torch."),
+    _recovery(
+        "LOADER_BACKEND", "loader_backend", "auto", "How safetensors are read: auto, direct, buffered, mmap or torch."
+    ),
     _recovery("LOADER_DISTRIBUTED", "distributed", "1", "1: ranks share out the reading and broadcast.", _flag),
     _recovery("LOADER_CHUNK_BYTES", "chunk_bytes", "67108864", "Size of one staged read, a multiple of 4096."),
     _recovery("LOADER_STAGING_BYTES", "staging_bytes", "268435456", "Largest staging slab in GPU memory, per rank."),
@@ -251,7 +259,7 @@ SETTINGS: tuple[Setting, ...] = (
         "ASYNC_CUDA_GRAPHS_ARM_FILE", "controller", "vllm", "", "File whose appearance lets all ranks capture graphs."
     ),
     # vLLM: admission of packs.
-    _plain("PAYLOAD_VALIDATION_TRANSPORT", "user", "vllm", "auto", "auto, python, cli or rpc."),
+    _plain("PAYLOAD_VALIDATION_TRANSPORT", "user", "vllm", "auto", "Who verifies packs: auto, python, cli or rpc."),
     _plain("PAYLOAD_VALIDATION_COMMAND", "user", "vllm", "", "Argument prefix of a validation command."),
     _plain("PAYLOAD_VALIDATION_RPC_SOCKET", "user", "vllm", "", "Unix socket of a validation service."),
     _plain("PAYLOAD_VALIDATION_RPC_TOKEN_FILE", "user", "vllm", "", "Absolute path of the service's token file."),
