@@ -1,0 +1,117 @@
+"""A committed artifact, opened for reading.
+
+The one rule: opening reads the descriptor and nothing else (milliseconds, whatever the size); its bytes count only
+after :meth:`Artifact.verify`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from attrs import field, frozen
+
+from coldsnap.artifact import descriptor as documents
+from coldsnap.artifact.capsule import FileRecord
+from coldsnap.artifact.compatibility import Comparison, CompatibilityPolicy, Target, compare
+from coldsnap.artifact.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor
+from coldsnap.artifact.durable import COMMITTED, is_uncommitted
+from coldsnap.artifact.evidence import TreeAdmission, Verify, admit_tree
+from coldsnap.artifact.private import open_directory, read_small
+from coldsnap.errors import ArtifactError, FormatError
+
+__all__ = ["Artifact"]
+
+
+@frozen
+class Artifact:
+    """A committed artifact.
+
+    Attributes:
+        path: Its directory, absolute.
+        descriptor: What ``artifact.json`` says.
+        digest: ``sha256:<hex>``, the identity of the artifact.
+    """
+
+    path: Path
+    descriptor: Descriptor = field(repr=False)
+    digest: str
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Open an artifact.
+
+        Args:
+            path: Its directory.
+
+        Raises:
+            ArtifactError: There is none, or its capture never committed it.
+            FormatError: The directory is not private, or the descriptor breaks a rule.
+            IntegrityError: The descriptor's seal does not match.
+        """
+        root = Path(os.path.abspath(path))
+        if not root.exists():
+            raise ArtifactError(f"there is no artifact at {root}")
+        if is_uncommitted(root):
+            raise ArtifactError(f"{root} is not committed: its capture is still running or was interrupted")
+        if not (root / COMMITTED).exists():
+            raise ArtifactError(f"{root} is not an artifact: it has no {COMMITTED}")
+        os.close(open_directory(root))
+        data = read_small(root / COMMITTED, max_bytes=MAX_DESCRIPTOR_BYTES)
+        document = documents.decode(data, path=str(root / COMMITTED))
+        return cls(root, document, document.digest)
+
+    @property
+    def size_bytes(self) -> Mapping[str, int]:
+        """Size by kind: images, volatile, residual, manifests, cache_seeds, packs (in the store)."""
+        sizes: Counter[str] = Counter()
+        for kind, file in self._kinds():
+            sizes[kind] += file.bytes
+        payloads = self.descriptor.weights.payloads
+        if payloads is not None:
+            sizes["packs"] = sum({item.path: item.bytes for item in payloads.objects}.values())
+        return dict(sizes)
+
+    def _kinds(self) -> Iterator[tuple[str, FileRecord]]:
+        for unit in self.descriptor.capsule.units:
+            for file in unit.files:
+                yield ("images" if file.path.startswith(f"{unit.images}/") else "volatile"), file
+        for worker in self.descriptor.weights.workers:
+            for file in worker.files:
+                yield ("residual" if file is worker.residual else "manifests"), file
+        for file in self.descriptor.weights.cache_seeds:
+            yield "cache_seeds", file
+
+    def verify(self, verify: Verify = "evidence", *, threads: int | None = None) -> TreeAdmission:
+        """Admit every file of the artifact, and demand that its capsules hold nothing else.
+
+        Args:
+            verify: ``evidence`` hashes what has no valid evidence, ``full`` hashes all.
+            threads: Hashing threads; None: all cores.
+
+        Raises:
+            IntegrityError: A file is missing or not the captured one.
+            FormatError: A file is not private, or a capsule holds a file that is not listed.
+        """
+        for unit in self.descriptor.capsule.units:
+            listed = {file.path for file in unit.files}
+            for path in _files_below(self.path, unit.path):
+                if path not in listed:
+                    raise FormatError("the file is not listed", path=str(self.path / path), rule="descriptor.9")
+        return admit_tree(self.path, self.descriptor.files, verify, threads=threads)
+
+    def compare(self, target: Target, policy: CompatibilityPolicy) -> Comparison:
+        """Compare what was captured with what is there: mismatches, and notes for the receipt."""
+        return compare(self.descriptor, target, policy)
+
+    def check_compatibility(self, target: Target, policy: CompatibilityPolicy) -> list[str]:
+        """Return every reason, in words, why this artifact cannot be restored on ``target``."""
+        return list(self.compare(target, policy).mismatches)
+
+
+def _files_below(root: Path, relative: str) -> Iterator[str]:
+    for directory, directories, names in os.walk(root / relative):
+        for name in (*names, *(name for name in directories if os.path.islink(os.path.join(directory, name)))):
+            yield os.path.relpath(os.path.join(directory, name), root)

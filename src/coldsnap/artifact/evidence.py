@@ -1,0 +1,288 @@
+"""Evidence: why an unchanged file need not be read again.
+
+The one rule: a digest that was computed once holds as long as device, inode, size and mtime of the file are the same;
+anything else is hashed in full. A file that is a link, belongs to someone else or is open to others is never
+admitted. Rules: ``docs/format/evidence.md``.
+
+``verify = "evidence"`` trusts the stat: a flipped byte with a new mtime is found, one with a restored mtime is not.
+``verify = "full"`` trusts nothing and finds both.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+from attrs import field, frozen
+
+from coldsnap.artifact import canonical, record
+from coldsnap.artifact.durable import FaultPoint, unharmed, write_file_durably
+from coldsnap.artifact.hashing import in_threads, sha256_fd
+from coldsnap.artifact.private import open_directory, open_private, read_small, require_private
+from coldsnap.errors import FormatError, IntegrityError
+
+__all__ = [
+    "EVIDENCE_NAME",
+    "Admitted",
+    "Identity",
+    "TreeAdmission",
+    "Verify",
+    "admit_tree",
+    "hash_file",
+    "identity_of",
+]
+
+EVIDENCE_NAME = "evidence.json"
+MAX_EVIDENCE_BYTES = 64 << 20
+Verify: TypeAlias = Literal["evidence", "full"]
+
+
+class Listed(Protocol):
+    """What a document says about one of its files."""
+
+    @property
+    def path(self) -> str:
+        """Relative to the directory of the document."""
+
+    @property
+    def bytes(self) -> int:
+        """Size."""
+
+    @property
+    def sha256(self) -> str:
+        """``sha256:<hex>`` of the content."""
+
+
+@frozen(kw_only=True)
+class Identity:
+    """What binds a digest to a file on this machine.
+
+    Attributes:
+        device: st_dev.
+        inode: st_ino.
+        size: Bytes.
+        mtime_ns: Modification time, ns.
+    """
+
+    device: int = field(validator=record.at_least(0))
+    inode: int = field(validator=record.at_least(0))
+    size: int = field(validator=record.at_least(0))
+    mtime_ns: int
+
+
+@frozen(kw_only=True)
+class Entry:
+    """One file of a directory's evidence."""
+
+    sha256: str = field(validator=record.sha256)
+    identity: Identity
+    ctime_ns: int  # diagnostic only: chmod and rename change it, the content they do not
+    validated_unix_ns: int
+
+
+@frozen(kw_only=True)
+class Evidence:
+    """``evidence.json``: what was proven about the files of one directory, on this machine."""
+
+    format: Literal[1] = 1
+    kind: Literal["coldsnap-evidence"] = "coldsnap-evidence"
+    files: Mapping[str, Entry]
+
+
+@frozen(kw_only=True)
+class Admitted:
+    """One admitted file.
+
+    Attributes:
+        path: As listed.
+        bytes: Size.
+        sha256: Digest, as listed.
+        reason: ``unchanged`` (by stat), ``stale`` or ``absent`` (evidence; hashed), or ``full`` (asked for; hashed).
+        identity: What the digest is bound to now.
+        ctime_ns: Diagnostic.
+    """
+
+    path: str
+    bytes: int
+    sha256: str
+    reason: Literal["unchanged", "stale", "absent", "full"]
+    identity: Identity
+    ctime_ns: int
+
+    @property
+    def bytes_hashed(self) -> int:
+        """How much of the file was read."""
+        return 0 if self.reason == "unchanged" else self.bytes
+
+
+@frozen(kw_only=True)
+class TreeAdmission:
+    """Every file of a directory, admitted.
+
+    Attributes:
+        files: In the order of the document.
+        seconds: How long it took, s.
+        refreshed: Whether ``evidence.json`` was written.
+    """
+
+    files: tuple[Admitted, ...]
+    seconds: float
+    refreshed: bool
+
+    @property
+    def bytes_hashed(self) -> int:
+        """How many bytes were read."""
+        return sum(file.bytes_hashed for file in self.files)
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """Take the identity out of a stat."""
+    return Identity(device=status.st_dev, inode=status.st_ino, size=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def hash_file(fd: int, before: os.stat_result, path: str) -> str:
+    """Hash a file that must not change meanwhile.
+
+    Raises:
+        IntegrityError: It changed, or could not be read.
+    """
+    try:
+        digest = sha256_fd(fd, before.st_size)
+    except OSError as error:
+        raise IntegrityError(
+            f"the file cannot be read ({error})", path=path, expected="its bytes", actual="an error"
+        ) from error
+    if identity_of(os.fstat(fd)) != identity_of(before):
+        raise IntegrityError(
+            "the file changed while it was verified", path=path, expected="a file at rest", actual="a change"
+        )
+    return digest
+
+
+def admit_tree(
+    root: Path,
+    files: Sequence[Listed],
+    verify: Verify = "evidence",
+    *,
+    threads: int | None = None,
+    at: FaultPoint = unharmed,
+) -> TreeAdmission:
+    """Admit every listed file of a directory, by stat where evidence holds, else by its digest.
+
+    Args:
+        root: The directory of the document; its ``evidence.json`` is read and refreshed.
+        files: What the document lists.
+        verify: ``evidence`` or ``full``.
+        threads: Hashing threads; None: all cores.
+        at: Fault point.
+
+    Raises:
+        IntegrityError: A file is missing, or its size or digest is not the listed one.
+        FormatError: A file, directory or record is a link, foreign, or open to others.
+    """
+    begin = time.perf_counter()
+    known = _read_evidence(root / EVIDENCE_NAME) if verify == "evidence" else {}
+    with _directories(root, files) as opened:
+
+        def admit(listed: Listed) -> Admitted:
+            return _admit(root, listed, opened, known.get(listed.path), verify)
+
+        # A stat is too short for a thread: only what must be read goes to the pool.
+        settled = {listed.path: _by_stat(root, listed, opened, known.get(listed.path)) for listed in files}
+        open_ones = [listed for listed in files if settled[listed.path] is None]
+        hashed = in_threads(admit, sorted(open_ones, key=lambda item: -item.bytes), threads=threads)
+    settled.update({one.path: one for one in hashed})
+    admitted = tuple(one for listed in files if (one := settled[listed.path]) is not None)
+    refreshed = bool(hashed) or known.keys() != {listed.path for listed in files}
+    if refreshed:
+        write_evidence(root, admitted, at=at)
+    return TreeAdmission(files=admitted, seconds=time.perf_counter() - begin, refreshed=refreshed)
+
+
+def write_evidence(root: Path, admitted: Sequence[Admitted], *, at: FaultPoint = unharmed) -> None:
+    """Write ``evidence.json`` of a directory."""
+    now = time.time_ns()
+    entries = {
+        one.path: Entry(sha256=one.sha256, identity=one.identity, ctime_ns=one.ctime_ns, validated_unix_ns=now)
+        for one in admitted
+    }
+    write_file_durably(root / EVIDENCE_NAME, canonical.encode(record.write(Evidence(files=entries))), at=at)
+
+
+def _read_evidence(path: Path) -> Mapping[str, Entry]:
+    try:
+        data = read_small(path, max_bytes=MAX_EVIDENCE_BYTES)
+    except IntegrityError:
+        return {}
+    try:
+        value = canonical.decode(data, path=str(path), max_bytes=MAX_EVIDENCE_BYTES, exact=False)
+        return record.read(Evidence, value, path=str(path)).files
+    except FormatError:
+        return {}  # damaged or of another version: as good as absent, everything is hashed and it is written anew
+
+
+def _by_stat(root: Path, listed: Listed, opened: Mapping[str, int], entry: Entry | None) -> Admitted | None:
+    directory, _, name = listed.path.rpartition("/")
+    label = str(root / listed.path)
+    try:
+        status = os.stat(name, dir_fd=opened[directory], follow_symlinks=False)
+    except FileNotFoundError as error:
+        raise IntegrityError("the file is missing", path=label, expected=listed.sha256, actual="nothing") from error
+    require_private(status, label, "file")
+    if status.st_size != listed.bytes:
+        raise IntegrityError(
+            "wrong size (rule evidence.4)",
+            path=label,
+            expected=f"{listed.bytes} bytes",
+            actual=f"{status.st_size} bytes",
+        )
+    if entry is None or entry.sha256 != listed.sha256 or entry.identity != identity_of(status):
+        return None
+    return _admitted(listed, "unchanged", status)
+
+
+def _admit(root: Path, listed: Listed, opened: Mapping[str, int], entry: Entry | None, verify: Verify) -> Admitted:
+    directory, _, name = listed.path.rpartition("/")
+    label = str(root / listed.path)
+    with open_private(name, dir_fd=opened[directory], name=label) as (fd, status):
+        actual = hash_file(fd, status, label)
+    if actual != listed.sha256:
+        raise IntegrityError("wrong content (rule evidence.5)", path=label, expected=listed.sha256, actual=actual)
+    reason: Literal["full", "stale", "absent"] = "full" if verify == "full" else "stale" if entry else "absent"
+    return _admitted(listed, reason, status)
+
+
+def _admitted(
+    listed: Listed, reason: Literal["unchanged", "stale", "absent", "full"], status: os.stat_result
+) -> Admitted:
+    return Admitted(
+        path=listed.path,
+        bytes=listed.bytes,
+        sha256=listed.sha256,
+        reason=reason,
+        identity=identity_of(status),
+        ctime_ns=status.st_ctime_ns,
+    )
+
+
+@contextmanager
+def _directories(root: Path, files: Sequence[Listed]) -> Iterator[dict[str, int]]:
+    """Open every directory on the way to the files, one component at a time, so that no link is followed."""
+    opened: dict[str, int] = {}
+    try:
+        opened[""] = open_directory(root, None, str(root))
+        for listed in files:
+            parts = listed.path.split("/")[:-1]
+            for depth in range(1, len(parts) + 1):
+                name = "/".join(parts[:depth])
+                if name not in opened:
+                    parent = opened["/".join(parts[: depth - 1])]
+                    opened[name] = open_directory(parts[depth - 1], parent, str(root / name))
+        yield opened
+    finally:
+        for fd in opened.values():
+            os.close(fd)

@@ -1,0 +1,145 @@
+"""SHA-256 of files at the speed of the processor.
+
+The one rule: the bytes are hashed where the page cache holds them, without a copy, and no failure of the medium or of
+another process can turn into a fatal signal. A copy costs 15 % of the time on one core, and more on two, where both
+share the memory.
+
+A mapping is dangerous in two ways, and both are closed here: a bad sector would raise SIGBUS, so that every window is
+populated with MADV_POPULATE_READ first, which reports the failure as an errno instead; and a truncation by someone
+else would raise it too, so that a read lease is held, which makes the kernel stop whoever opens the file for writing
+until the window is done (fcntl(2)). Where either is refused, plain reads do the same work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+__all__ = ["WINDOW_BYTES", "available_cores", "in_threads", "sha256_fd", "sha256_spans"]
+
+WINDOW_BYTES = 16 << 20
+_SMALL_BYTES = 1 << 20
+_READ_BYTES = 256 << 10
+_MADV_POPULATE_READ = 22
+_Pieces: TypeAlias = Callable[[int, int], Iterator[memoryview]]
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def available_cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def in_threads(work: Callable[[_T], _R], items: Iterable[_T], *, threads: int | None = None) -> list[_R]:
+    """Apply ``work`` to every item on all cores (hashing releases the GIL), in order of the items."""
+    queue = list(items)
+    count = min(threads or available_cores(), len(queue))
+    if count <= 1:
+        return [work(item) for item in queue]
+    with ThreadPoolExecutor(count, thread_name_prefix="coldsnap-hash") as pool:
+        return list(pool.map(work, queue))
+
+
+def sha256_fd(fd: int, size_bytes: int) -> str:
+    """Return ``sha256:<hex>`` of the first ``size_bytes`` of a file.
+
+    Raises:
+        OSError: The file is shorter, the medium failed, or another process began to write the file.
+    """
+    return sha256_spans(fd, size_bytes, [(0, size_bytes)])[0]
+
+
+def sha256_spans(fd: int, size_bytes: int, spans: Sequence[tuple[int, int]], *, threads: int | None = 1) -> list[str]:
+    """Return ``sha256:<hex>`` of each span ``(offset, size)`` of a file of ``size_bytes``.
+
+    Args:
+        fd: Open for reading only (a lease wants that).
+        size_bytes: The size of the file.
+        spans: Inside the file.
+        threads: None: all cores.
+    """
+    with _pieces_of(fd, size_bytes) as pieces:
+        return in_threads(lambda span: _digest(pieces(*span)), spans, threads=threads)
+
+
+def _digest(pieces: Iterable[memoryview]) -> str:
+    state = hashlib.sha256()
+    for piece in pieces:
+        state.update(piece)
+    return f"sha256:{state.hexdigest()}"
+
+
+@contextlib.contextmanager
+def _pieces_of(fd: int, size_bytes: int) -> Iterator[_Pieces]:
+    """Choose how the bytes are reached: a mapping where it is safe, else plain reads."""
+    if size_bytes < _SMALL_BYTES or not _lease(fd):
+        yield partial(_read_pieces, fd)
+        return
+    try:
+        pages = _populated(fd, size_bytes)
+        if pages is None:
+            yield partial(_read_pieces, fd)
+            return
+        with pages:
+            yield partial(_mapped_pieces, fd, pages)
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def _lease(fd: int) -> bool:
+    try:
+        # The signal that asks for the lease back would end the process by default; SIGURG is ignored by default.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError:
+        return False  # a writer has it open, or the filesystem (NFS) has no leases
+    return True
+
+
+def _populated(fd: int, size_bytes: int) -> mmap.mmap | None:
+    try:
+        pages = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+    except ValueError as error:
+        raise OSError("the file became shorter before it was read") from error
+    try:
+        pages.madvise(_MADV_POPULATE_READ, 0, mmap.PAGESIZE)
+    except OSError as error:
+        pages.close()
+        if error.errno != errno.EINVAL:
+            raise
+        return None  # Linux before 5.14
+    return pages
+
+
+def _mapped_pieces(fd: int, pages: mmap.mmap, offset: int, size: int) -> Iterator[memoryview]:
+    end = offset + size
+    with memoryview(pages) as whole:
+        while offset < end:
+            if fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+                raise OSError("another process opened the file for writing while it was read")
+            until = min(offset + WINDOW_BYTES, end)
+            begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            pages.madvise(_MADV_POPULATE_READ, begin, until - begin)
+            with whole[offset:until] as piece:
+                yield piece
+            offset = until
+
+
+def _read_pieces(fd: int, offset: int, size: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(_READ_BYTES, max(size, 1))))
+    while size:
+        count = os.preadv(fd, [buffer[:size]], offset)
+        if not count:
+            raise OSError("the file became shorter while it was read")
+        yield buffer[:count]
+        offset, size = offset + count, size - count
