@@ -1,0 +1,134 @@
+"""Ask the ranks of an engine through their control sockets.
+
+The one rule: one request, one reply, then the connection is closed, and everybody is asked at the same time; a rank that hangs costs
+the deadline once, not once for each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from coldsnap.errors import EngineError, StepTimeout
+from coldsnap.keeper import layout
+
+REPLY_BYTES = 64 << 10
+_SUFFIX = ".sock"
+
+
+def ask(
+    control_fd: int, request: Mapping[str, Any], timeout_s: float, roles: Sequence[str] | None = None
+) -> dict[str, dict[str, Any] | str]:
+    """Ask every rank that listens.
+
+    Args:
+        control_fd: The directory of the sockets.
+        request: One JSON object.
+        timeout_s: For all of them together.
+        roles: Only ranks with these roles.
+
+    Returns:
+        For each socket, named ``role.pid``, the reply, or a sentence about why there is none.
+    """
+    end = time.monotonic() + timeout_s
+    answers: dict[str, dict[str, Any] | str] = {}
+    waiting: dict[int, tuple[str, socket.socket]] = {}
+    try:
+        for name in _names(control_fd, roles):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            waiting[connection.fileno()] = name, connection
+            try:
+                _submit(connection, f"/proc/self/fd/{control_fd}/{name}{_SUFFIX}", request, end)
+            except OSError as error:
+                answers[name] = f"it does not listen: {error.strerror or error}"
+                waiting.pop(connection.fileno())[1].close()
+        _collect(waiting, answers, end)
+    finally:
+        for _, connection in waiting.values():
+            connection.close()
+    return answers
+
+
+def _names(control_fd: int, roles: Sequence[str] | None) -> Iterable[str]:
+    for name in sorted(os.listdir(control_fd)):
+        if name.endswith(_SUFFIX) and (roles is None or name.partition(".")[0] in roles):
+            yield name.removesuffix(_SUFFIX)
+
+
+def _submit(connection: socket.socket, path: str, request: Mapping[str, Any], end: float) -> None:
+    connection.settimeout(max(0.001, end - time.monotonic()))
+    connection.connect(path)
+    connection.send(json.dumps(request).encode())
+
+
+def _collect(
+    waiting: dict[int, tuple[str, socket.socket]], answers: dict[str, dict[str, Any] | str], end: float
+) -> None:
+    poll = select.poll()
+    for fd in waiting:
+        poll.register(fd, select.POLLIN)
+    while waiting and (left := end - time.monotonic()) > 0:
+        for fd, _ in poll.poll(left * 1000):
+            name, connection = waiting.pop(fd)
+            poll.unregister(fd)
+            answers[name] = _reply(connection)
+            connection.close()
+    for name, _ in waiting.values():
+        answers[name] = "no answer in time"
+
+
+def _reply(connection: socket.socket) -> dict[str, Any] | str:
+    try:
+        value = json.loads(connection.recv(REPLY_BYTES))
+    except OSError as error:
+        return f"the connection broke: {error.strerror}"
+    except ValueError:
+        return "it closed the connection, or answered something that is not JSON"
+    return value if isinstance(value, dict) else f"expected one JSON object, found {value!r}"
+
+
+def request_control(
+    rank_dir: str | os.PathLike[str], op: str, *, roles: Sequence[str] | None = None, timeout_s: float, **arguments: Any
+) -> dict[str, dict[str, Any]]:
+    """Ask the ranks of an engine to do something, and insist on an answer from each.
+
+    Args:
+        rank_dir: The run directory's ``rank``.
+        op: See docs/architecture.md, "Directive and control".
+        roles: Only ranks with these roles, for example ``("api",)``.
+        timeout_s: Deadline for all; also sent to the ranks.
+        **arguments: Of the operation.
+
+    Returns:
+        The reply of each rank, by ``role.pid``; empty when no rank has a control socket.
+
+    Raises:
+        StepTimeout: Some did not answer; named.
+        EngineError: Some refused, or no longer listen; with their sentences.
+    """
+    control_fd = os.open(os.path.join(rank_dir, layout.CONTROL), layout.DIRECTORY)
+    try:
+        answers = ask(control_fd, {"op": op, "timeout_s": timeout_s, **arguments}, timeout_s, roles)
+    finally:
+        os.close(control_fd)
+    replies = {
+        name: answer for name, answer in answers.items() if isinstance(answer, dict) and answer.get("ok") is True
+    }
+    bad = [f"{name}: {_sentence(answer)}" for name, answer in answers.items() if name not in replies]
+    if any(answer == "no answer in time" for answer in answers.values()):
+        raise StepTimeout(
+            f"{op} was not answered within {timeout_s:g} s by every rank: {'; '.join(bad)}", seconds=timeout_s
+        )
+    if bad:
+        log = layout.tail(os.path.join(rank_dir, layout.ENGINE_LOG), 20)
+        raise EngineError(f"{op} was not done by every rank: {'; '.join(bad)}", log_tail=log)
+    return replies
+
+
+def _sentence(answer: dict[str, Any] | str) -> str:
+    return answer if isinstance(answer, str) else str(answer.get("error", answer))

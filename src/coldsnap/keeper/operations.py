@@ -1,0 +1,381 @@
+"""What a keeper can be asked, and the one operation it may have in flight.
+
+The one rule: an operation belongs to the connection that began it; when that connection goes, the operation is undone. The keeper does
+not know what an operation means, only how to undo it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from coldsnap.keeper import control, launcher, layout, namespaces, undo
+from coldsnap.keeper.birth import Birth
+from coldsnap.keeper.journal import Journal
+from coldsnap.keeper.tree import Tree, describe, read
+
+HELPER_GRACE_S = 20.0
+CONTROL_TIMEOUT_S = 5.0
+_LONGEST_WAIT_S = 86400.0
+_FIRST_FD, _LAST_FD = 3, 256
+_SIGNALS = 65
+
+Later: TypeAlias = "tuple[Callable[[], Mapping[str, Any] | None], float, Mapping[str, Any]]"
+Answer: TypeAlias = "Mapping[str, Any] | Later"
+
+_ARGUMENTS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "hello": {},
+    "begin": {"operation": str, "undo": list},
+    "undo": {"entry": dict},
+    "end": {},
+    "abort": {},
+    "spawn_engine": {"argv": list, "env": dict, "cwd": str, "pid_floor": int, "deny_io_uring": bool},
+    "spawn_helper": {"argv": list, "env": dict, "name": str, "fds": list},
+    "wait_helper": {"pid": int, "timeout_s": (int, float)},
+    "adopt": {"pid": int},
+    "tree": {},
+    "signal": {"signal": int, "whom": str},
+    "status": {},
+    "stop": {"grace_s": (int, float)},
+}
+
+
+class Refused(Exception):
+    """A request that is answered with ``ok: false``."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+
+
+class _InFlight:
+    def __init__(self, name: str, owner: int, entries: list[undo.Undo]) -> None:
+        self.name = name
+        self.owner: int | None = owner
+        self.entries = entries
+        self.undoing: str | None = None  # why
+        self.patience = 0.0
+
+    @property
+    def kills(self) -> bool:
+        return any(entry["kind"] == "kill" for entry in self.entries)
+
+
+class Operations:
+    """The keeper's state and what can be asked of it.
+
+    Attributes:
+        tree: The processes.
+        finish: What the guard is told at the end; None while the keeper serves.
+    """
+
+    def __init__(self, birth: Birth, tree: Tree, tree_fd: int) -> None:
+        self.birth = birth
+        self.tree = tree
+        self.finish: dict[str, Any] | None = None
+        self._tree_fd = tree_fd
+        self._journal = Journal(birth.dir_fd)
+        self._flight: _InFlight | None = None
+        self._interrupted: dict[str, Any] | None = None
+        self._stop_at: float | None = None
+
+    def perform(self, caller: int, message: Mapping[str, Any], fds: list[int]) -> Answer:
+        """Do what a message asks.
+
+        Returns:
+            The answer, or how to know when there is one.
+
+        Raises:
+            Refused: The request is not understood, or not possible now.
+            OSError: The kernel refused.
+        """
+        op = message.get("op")
+        expected = _ARGUMENTS.get(op) if isinstance(op, str) else None
+        if expected is None:
+            raise Refused("format", f"unknown op {op!r}; known: {', '.join(_ARGUMENTS)}")
+        given = {name: value for name, value in message.items() if name != "op"}
+        if set(given) != set(expected):
+            raise Refused("format", f"{op} takes {sorted(expected)}, found {sorted(given)}")
+        for name, kind in expected.items():
+            if not isinstance(given[name], kind) or (isinstance(given[name], bool) and kind is not bool):
+                raise Refused("format", f"{op}: {name} has the wrong type {type(given[name]).__name__}")
+        if self._stop_at is not None and op not in {"hello", "status", "tree", "stop"}:
+            raise Refused("state", "this keeper is stopping its engine")
+        answer: Answer = getattr(self, f"_{op}")(caller, fds, **given)
+        return answer
+
+    def caller_gone(self, caller: int) -> None:
+        """Undo what a connection left in flight, and give its helpers time to notice that it is gone."""
+        self.tree.leave_helpers(caller, time.monotonic() + HELPER_GRACE_S)
+        if self._flight is not None and self._flight.owner == caller:
+            self._undo_soon("the caller ended")
+
+    def next_moment(self) -> float | None:
+        """Return when :meth:`advance` must be called at the latest, on the monotonic clock."""
+        moments = self.tree.helper_deadlines()
+        if self._stop_at is not None:
+            moments.append(self._stop_at)
+        if self._flight is not None and self._flight.undoing is not None:
+            moments.append(self._flight.patience)
+        return min(moments, default=None)
+
+    def advance(self, now: float, *, connected: bool) -> None:
+        """Take the next step of a stop or an undo, and end when there is nothing left to keep."""
+        self.tree.end_helpers(now)
+        if self._stop_at is not None and (now >= self._stop_at or not self.tree.running):
+            self._finish("stopped")
+        flight = self._flight
+        if self.finish is None and flight is not None and flight.undoing is not None:
+            if flight.kills or now >= flight.patience or not self.tree.living_helpers():
+                self._undo_now(flight, flight.undoing)
+        if self.finish is None and self._flight is None:
+            if self.tree.exit is not None:
+                self._finish("exited")
+            elif self.tree.root is None and not connected:
+                self._finish("stopped")
+
+    def _finish(self, state: str) -> None:
+        end = self.tree.exit
+        self.tree.kill()
+        cause = "the engine was stopped" if end is None else f"the engine ended by itself with {describe(end)}"
+        self.finish = {"final": state, "cause": cause, "exit": self.tree.exit}
+
+    # Operation in flight
+
+    def _begin(self, caller: int, _received: list[int], operation: str, undo: list[Any]) -> Answer:
+        if self._flight is not None:
+            ending = " and is being undone" if self._flight.undoing else ""
+            raise Refused("state", f"cannot begin {operation}: {self._flight.name} is in flight{ending}")
+        entries = [_entry(value) for value in undo]
+        self._journal.begin(operation, entries)
+        self._flight = _InFlight(operation, caller, entries)
+        return {}
+
+    def _undo(self, caller: int, _received: list[int], entry: dict[str, Any]) -> Answer:
+        flight = self._mine(caller)
+        checked = _entry(entry)
+        self._journal.undo(checked)
+        flight.entries.append(checked)
+        return {}
+
+    def _end(self, caller: int, _received: list[int]) -> Answer:
+        self._mine(caller)
+        self._journal.end()
+        self._flight = None
+        return {}
+
+    def _abort(self, caller: int, _received: list[int]) -> Answer:
+        flight = self._mine(caller)
+        self._undo_soon("it was aborted")
+
+        def done() -> Mapping[str, Any] | None:
+            return (
+                None if self._flight is flight or self._interrupted is None else {"undone": self._interrupted["undone"]}
+            )
+
+        return done, time.monotonic() + _LONGEST_WAIT_S, {}
+
+    def _mine(self, caller: int) -> _InFlight:
+        flight = self._flight
+        if flight is None or flight.owner != caller or flight.undoing:
+            what = "there is none" if flight is None else f"{flight.name} is another caller's, or being undone"
+            raise Refused("state", f"this caller has no operation in flight: {what}")
+        return flight
+
+    def _undo_soon(self, why: str) -> None:
+        flight = self._flight
+        if flight is not None and flight.undoing is None:
+            flight.undoing = why
+            # CRIU and the CUDA helper notice the closed socket and roll back by themselves; killed in the middle, they would leave
+            # parasite code, or locked devices, in the tree.
+            flight.patience = time.monotonic() + HELPER_GRACE_S
+
+    def _undo_now(self, flight: _InFlight, why: str) -> None:
+        self.tree.signal(signal.SIGKILL, self.tree.living_helpers())
+        did = [self._run(entry) for entry in reversed(flight.entries)]
+        self._journal.undone(why, did)
+        self._flight = None
+        self._interrupted = {"operation": flight.name, "why": why, "undone": did, "unix_ns": time.time_ns()}
+        if flight.kills:
+            self._finish("stopped")
+
+    def _run(self, entry: undo.Undo) -> str:
+        match entry["kind"]:
+            case "remove":
+                return undo.remove_path(self.birth.root_fd, entry["path"])
+            case "continue":
+                self.tree.signal(signal.SIGCONT, [process.pid for process in self.tree.members()])
+                return "let the tree continue"
+            case "control":
+                return self._ask_ranks(entry["op"])
+            case _:
+                self.tree.kill()
+                return "killed the tree"
+
+    def _ask_ranks(self, op: str) -> str:
+        control_fd = os.open(layout.CONTROL, layout.DIRECTORY, dir_fd=self._tree_fd)
+        try:
+            answers = control.ask(control_fd, {"op": op, "timeout_s": CONTROL_TIMEOUT_S}, CONTROL_TIMEOUT_S)
+        finally:
+            os.close(control_fd)
+        bad = [
+            f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str) or not answer.get("ok")
+        ]
+        return f"asked {len(answers)} ranks to {op}" + (f", not done: {'; '.join(bad)}" if bad else "")
+
+    # Processes
+
+    def _spawn_engine(
+        self,
+        _caller: int,
+        _received: list[int],
+        argv: list[Any],
+        env: dict[str, Any],
+        cwd: str,
+        pid_floor: int,
+        deny_io_uring: bool,
+    ) -> Answer:
+        if self.tree.running:
+            raise Refused("state", f"there is an engine already, process {self.tree.root}")
+        _strings(argv, env, cwd)
+        if self.birth.private:
+            namespaces.set_pid_floor(pid_floor)
+        job = launcher.Job(argv, env, cwd, self._tree_fd, layout.ENGINE_LOG, {}, deny_io_uring)
+        pid = _launch(job)
+        self.tree.root, self.tree.exit, self.tree.since_unix_ns = pid, None, time.time_ns()
+        return {"pid": pid}
+
+    def _spawn_helper(
+        self, caller: int, received: list[int], argv: list[Any], env: dict[str, Any], name: str, fds: list[Any]
+    ) -> Answer:
+        _strings(argv, env, "/")
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise Refused("format", f"a helper's name is made of letters, digits, - and _, found {name!r}")
+        numbers = [fd for fd in fds if type(fd) is int and _FIRST_FD <= fd < _LAST_FD]
+        if len(set(numbers)) != len(fds) or len(fds) != len(received):
+            raise Refused(
+                "format", f"fds lists a different number from 3 to 255 for each descriptor sent, found {fds!r}"
+            )
+        job = launcher.Job(
+            argv,
+            env,
+            "/",
+            self.birth.work_fd,
+            f"{name}.log",
+            dict(zip(numbers, received, strict=True)),
+            deny_io_uring=False,
+        )
+        return {"pid": self.tree.add_helper(_launch(job), caller)}
+
+    def _wait_helper(self, _caller: int, _received: list[int], pid: int, timeout_s: float) -> Answer:
+        helper = self.tree.helpers.get(pid)
+        if helper is None:
+            raise Refused("state", f"process {pid} is no helper of this keeper")
+
+        def done() -> Mapping[str, Any] | None:
+            return None if helper.exit is None else {"exit": helper.exit}
+
+        return done, time.monotonic() + min(max(timeout_s, 0.0), _LONGEST_WAIT_S), {"exit": None}
+
+    def _adopt(self, _caller: int, _received: list[int], pid: int) -> Answer:
+        if self.tree.running:
+            raise Refused("state", f"there is an engine already, process {self.tree.root}")
+        self.tree.reap()
+        try:
+            self.tree.take(pid)
+        except LookupError as error:
+            raise Refused("launch", f"cannot adopt: {error.args[0]}") from None
+        return {}
+
+    def _tree(self, _caller: int, _received: list[int]) -> Answer:
+        return {"processes": [list(process) for process in self.tree.members()]}
+
+    def _signal(self, _caller: int, _received: list[int], signal: int, whom: str) -> Answer:
+        if whom not in {"root", "tree"} or not 0 < signal < _SIGNALS:
+            raise Refused("format", f"signal goes to root or tree, found {whom!r}, signal {signal}")
+        root = self.tree.root
+        if root is None or not self.tree.running:
+            raise Refused("state", f"cannot send signal {signal}: there is no running engine")
+        self.tree.signal(signal, [root] if whom == "root" else [process.pid for process in self.tree.members()])
+        return {}
+
+    def _stop(self, caller: int, _received: list[int], grace_s: float) -> Answer:
+        flight = self._flight
+        if flight is not None and flight.owner == caller and not flight.undoing:
+            self._journal.end()
+            self._flight = None
+        elif flight is not None:
+            self._undo_now(flight, "the engine was stopped by another caller")
+        now = time.monotonic()
+        root = self.tree.root
+        if root is not None and self.tree.running and not self._is_stopped():
+            self.tree.signal(signal.SIGTERM, [root])
+            now += max(grace_s, 0.0)
+        # A frozen root cannot act on SIGTERM: nothing is gained by waiting for it.
+        self._stop_at = min(now, self._stop_at or now)
+        return (
+            (lambda: None if self.finish is None else {"exit": self.finish["exit"]}),
+            now + _LONGEST_WAIT_S,
+            {"exit": None},
+        )
+
+    # State
+
+    def _is_stopped(self) -> bool:
+        process = None if self.tree.root is None else read(self.tree.root)
+        return process is not None and process.state in {"T", "t"}
+
+    @property
+    def _state(self) -> str:
+        if self.tree.root is None:
+            return "empty"
+        if self.tree.exit is not None:
+            return "exited"
+        return "stopped" if self._is_stopped() else "running"
+
+    def _hello(self, _caller: int, _received: list[int]) -> Answer:
+        return {
+            "format": layout.FORMAT,
+            "guard_pid": self.birth.guard_pid,
+            "keeper_pid": self.birth.keeper_pid,
+            "namespace": "private" if self.birth.private else "host",
+            "tree_dir": self.birth.tree_dir,
+            "tmp_dir": self.birth.tmp_dir,
+            "state": self._state,
+        }
+
+    def _status(self, _caller: int, _received: list[int]) -> Answer:
+        flight = self._flight
+        return {
+            "state": self._state,
+            "root_pid": self.tree.root,
+            "exit": self.tree.exit,
+            "since_unix_ns": self.tree.since_unix_ns,
+            "operation": None if flight is None else flight.name,
+            "interrupted": self._interrupted,
+        }
+
+
+def _entry(value: object) -> undo.Undo:
+    try:
+        return undo.parse(value)
+    except ValueError as error:
+        raise Refused("format", str(error)) from None
+
+
+def _launch(job: launcher.Job) -> int:
+    try:
+        return launcher.launch(job)
+    except launcher.LaunchError as error:
+        raise Refused("launch", str(error)) from None
+
+
+def _strings(argv: list[Any], env: dict[str, Any], cwd: str) -> None:
+    texts = [*argv, *env, *env.values(), cwd]
+    if not argv or any(not isinstance(text, str) or "\0" in text for text in texts) or any("=" in name for name in env):
+        raise Refused(
+            "format", "argv and the environment are non-empty lists and objects of strings without NUL, names without ="
+        )

@@ -1,0 +1,124 @@
+"""Where run directories lie, and what a dead one tells.
+
+The one rule: whether an engine lives is decided by the lock on its directory alone; names and pids prove nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from coldsnap.errors import AdmissionError
+from coldsnap.keeper import aftermath, layout
+
+__all__ = ["PostMortem", "new_name", "post_mortem", "run_dir_for", "run_root"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@frozen(kw_only=True)
+class PostMortem:
+    """What is known of an engine that is no more.
+
+    Attributes:
+        alive: It is not dead at all.
+        state: ``exited`` (by itself), ``killed`` (with its keeper), or ``gone`` (stopped, or never there).
+        exit: Exit code of its root, or minus a signal; None when nobody saw it.
+        story: In one sentence.
+        log_tail: The last lines of its log.
+        operation: What was in flight.
+        undone: What was undone after its death.
+    """
+
+    alive: bool = False
+    state: str = "gone"
+    exit: int | None = None
+    story: str
+    log_tail: str = ""
+    operation: str | None = None
+    undone: tuple[str, ...] = ()
+
+
+def run_root() -> Path:
+    """Return the directory of all run directories of this user.
+
+    ``/run/coldsnap`` for root, else ``/run/user/<uid>/coldsnap``, where logind gives the user such a directory; where it does not,
+    ``/tmp/coldsnap-<uid>``, which must belong to the user.
+    """
+    uid = os.geteuid()
+    if uid == 0:
+        return Path("/run/coldsnap")
+    user = Path(f"/run/user/{uid}")
+    return user / "coldsnap" if os.access(user, os.W_OK) else Path(f"/tmp/coldsnap-{uid}")  # noqa: S108 - checked when used
+
+
+def new_name(prefix: str = "engine") -> str:
+    """Return a name that no engine has."""
+    return f"{prefix}-{secrets.token_hex(4)}"
+
+
+def run_dir_for(name: str) -> Path:
+    """Return the run directory of a name.
+
+    Raises:
+        AdmissionError: The name is no plain file name.
+    """
+    if not _NAME.fullmatch(name):
+        raise AdmissionError(f"an engine's name has letters, digits, '.', '_' and '-', at most 64, found {name!r}")
+    return run_root() / name
+
+
+def post_mortem(run_dir: str | os.PathLike[str], *, lines: int = 20) -> PostMortem:
+    """Tell what became of an engine; finish the clean-up if nobody could.
+
+    Args:
+        run_dir: Its run directory, which may be gone.
+        lines: How much of its log to return.
+    """
+    try:
+        dir_fd = layout.open_directory(os.fspath(run_dir))
+    except (FileNotFoundError, NotADirectoryError):
+        return PostMortem(story=f"there is no engine at {run_dir}: it was stopped, or never started")
+    try:
+        if not layout.lock(dir_fd):
+            return PostMortem(alive=True, story=f"{run_dir} belongs to a living keeper")
+        return _examine(run_dir, dir_fd, lines)
+    finally:
+        os.close(dir_fd)
+
+
+def _examine(run_dir: str | os.PathLike[str], dir_fd: int, lines: int) -> PostMortem:
+    keeper = layout.read_json(dir_fd, layout.KEEPER_FILE)
+    if keeper is None and not os.listdir(dir_fd):
+        with contextlib.suppress(OSError):
+            os.rmdir(run_dir)
+        return PostMortem(story=f"there is no engine at {run_dir}: it never started")
+    if layout.foreign(dir_fd):
+        return PostMortem(story=f"{run_dir} is not a run directory")
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
+        same_boot = keeper is None or keeper.get("boot_id") == stream.read().strip()
+    cause = "its guard and its keeper were killed" if same_boot else "the machine was restarted"
+    root_fd = os.open("/", layout.DIRECTORY)
+    try:
+        outcome = aftermath.settle_once(dir_fd, root_fd, cause=cause)
+    finally:
+        os.close(root_fd)
+    log = layout.tail(f"{layout.RANK}/{layout.ENGINE_LOG}", lines, dir_fd=dir_fd)
+    return _read_outcome(run_dir, outcome, log)
+
+
+def _read_outcome(run_dir: str | os.PathLike[str], outcome: dict[str, Any], log: str) -> PostMortem:
+    return PostMortem(
+        state=str(outcome.get("state")),
+        exit=outcome.get("exit"),
+        story=f"the engine at {run_dir} is no more: {aftermath.story(outcome)}",
+        log_tail=log,
+        operation=outcome.get("operation"),
+        undone=tuple(outcome.get("undone") or ()),
+    )

@@ -1,0 +1,74 @@
+"""What is to be done when an operation is not finished: data, so that it can be journaled and run by whoever is left.
+
+The one rule: an entry says everything that is needed to run it, and running it twice does no harm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from coldsnap.keeper import layout
+
+Undo: TypeAlias = Mapping[str, str]
+
+CONTINUE: Undo = {"kind": "continue"}
+KILL: Undo = {"kind": "kill"}
+
+_FIELDS = {"remove": {"path"}, "continue": set[str](), "control": {"op"}, "kill": set[str]()}
+
+
+def remove(path: str | os.PathLike[str]) -> Undo:
+    """Remove a file or directory tree.
+
+    Args:
+        path: As the caller sees it; its directory is resolved now, so that no link in it is followed later.
+    """
+    directory, name = os.path.split(os.path.abspath(path))
+    return {"kind": "remove", "path": os.path.join(os.path.realpath(directory), name)}
+
+
+def control(op: str) -> Undo:
+    """Ask every rank to do something, for example ``resume``."""
+    return {"kind": "control", "op": op}
+
+
+def parse(value: object) -> Undo:
+    """Check one entry.
+
+    Raises:
+        ValueError: With the sentence.
+    """
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise ValueError(f"an undo entry is an object of strings, found {value!r}")
+    fields = _FIELDS.get(value.get("kind", ""))
+    if fields is None or set(value) != fields | {"kind"}:
+        raise ValueError(f"unknown undo entry {value!r}; known: {', '.join(sorted(_FIELDS))}")
+    if value["kind"] == "remove":
+        path = value["path"]
+        # "/x" would be a directory of the system: nothing of ours lies directly in the root.
+        if not path.startswith("/") or os.path.normpath(path) != path or path.count("/") < 2 or path.startswith("//"):
+            raise ValueError(
+                f"an undo entry removes an absolute path in its shortest form below some directory, found {path!r}"
+            )
+    return value
+
+
+def remove_path(root_fd: int, path: str) -> str:
+    """Run a ``remove`` entry.
+
+    Args:
+        root_fd: The root directory of the caller's world; the keeper's own has another ``/dev/shm``.
+        path: Absolute.
+
+    Returns:
+        What was done, in words.
+    """
+    try:
+        layout.remove_tree(root_fd, path[1:])
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} was not there"
+    except OSError as error:
+        return f"{path} could not be removed: {error.strerror}"
+    return f"removed {path}"
