@@ -1,6 +1,6 @@
 """The process that owns one engine, outlives its caller, and undoes what a dead caller left half done.
 
-Three processes' worth of code lives here, and the one rule keeps them apart: what the guard and the keeper import (guard, keeper,
-tree, launcher, namespaces, kernel, wire, journal, undo, control, layout) is standard library only, so that they start in
-milliseconds and hold no memory worth mentioning; client, handle, rundir and directive are for the caller and the ranks.
+Three processes' worth of code lives here, and the one rule keeps them apart: what the guard and the keeper import is
+standard library only, so that they start in milliseconds and hold no memory worth mentioning. ``client``, ``handle``,
+``rundir`` and ``directive``, which import attrs, are for the caller and the ranks.
 """

@@ -1,7 +1,7 @@
 """What happens when a tree ends unasked: files are undone, and ``outcome.json`` tells the story.
 
-The one rule: it is done once, by whoever is left: the guard when the keeper died, the keeper when the guard died, and the next one
-who looks when both did.
+The one rule: it is done once, by whoever is left: the guard when the keeper died, the keeper when the guard died, and
+the next one who looks when both did.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ def settle(dir_fd: int, root_fd: int, *, state: str, cause: str, end: int | None
     except (ValueError, KeyError) as error:
         recorded, did = None, [f"the journal cannot be read: {error}"]
     if recorded is not None:
-        did = [
-            undo.remove_path(root_fd, entry["path"])
-            for entry in reversed(recorded.entries)
-            if entry["kind"] == "remove"
-        ]
+        did = [undo.remove_path(root_fd, entry) for entry in reversed(recorded.entries) if entry["kind"] == "remove"]
         log = journal.Journal(dir_fd)
         log.undone(cause, did)
         log.close()

@@ -1,7 +1,7 @@
 """The caller's side of a keeper.
 
-The one rule: every wait has an end, and every failure says what became of the engine. The connection is what an operation in flight
-hangs on: when it closes, for whatever reason, the keeper undoes the operation.
+The one rule: every wait has an end, and every failure says what became of the engine. The connection is what an
+operation in flight hangs on: when it closes, for whatever reason, the keeper undoes the operation.
 """
 
 from __future__ import annotations
@@ -337,8 +337,10 @@ class Keeper:
             EngineError: It could not be started; the sentence says why.
         """
         pairs = dict(fds or {})
-        arguments = {"argv": list(argv), "env": dict(env), "name": name, "fds": list(pairs)}
-        return int(self._call("spawn_helper", list(pairs.values()), **arguments)["pid"])
+        answer = self._call(
+            "spawn_helper", list(pairs.values()), argv=list(argv), env=dict(env), name=name, fds=list(pairs)
+        )
+        return int(answer["pid"])
 
     def wait_helper(self, pid: int, *, timeout_s: float) -> int:
         """Wait until a helper has ended.
@@ -351,7 +353,9 @@ class Keeper:
         """
         # On a connection of its own, so that others can use this one meanwhile.
         with type(self).connect(self.run_dir) as other:
-            end = other._call("wait_helper", pid=pid, timeout_s=timeout_s, deadline_s=timeout_s + _MARGIN_S)["exit"]
+            answer = other._call("wait_helper", deadline_s=timeout_s + _MARGIN_S, pid=pid, timeout_s=timeout_s)
+            noqa: SLF001
+        end = answer["exit"]
         if end is None:
             raise StepTimeout(f"the helper with pid {pid} still runs after {timeout_s:g} s", seconds=timeout_s)
         return int(end)

@@ -1,7 +1,7 @@
 """Ask the ranks of an engine through their control sockets.
 
-The one rule: one request, one reply, then the connection is closed, and everybody is asked at the same time; a rank that hangs costs
-the deadline once, not once for each rank.
+The one rule: one request, one reply, then the connection is closed, and everybody is asked at the same time; a rank
+that hangs costs the deadline once, not once for each rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from coldsnap.keeper import layout
 
 REPLY_BYTES = 64 << 10
 _SUFFIX = ".sock"
+_MARGIN_S = 2.0  # for a rank that answers at its very deadline
 
 
 def ask(
@@ -113,7 +114,7 @@ def request_control(
     """
     control_fd = os.open(os.path.join(rank_dir, layout.CONTROL), layout.DIRECTORY)
     try:
-        answers = ask(control_fd, {"op": op, "timeout_s": timeout_s, **arguments}, timeout_s, roles)
+        answers = ask(control_fd, {"op": op, "timeout_s": timeout_s, **arguments}, timeout_s + _MARGIN_S, roles)
     finally:
         os.close(control_fd)
     replies = {

@@ -1,7 +1,8 @@
 """``directive.json``, which tells every rank what it is now, and the acknowledgements of the ranks.
 
-A restored rank has the environment, the code and the paths of its capture; what changed since stands in the directive, at a path fixed at
-launch. The one rule: whoever reads either file gets a typed object or a FormatError, and the file's bytes are the canonical ones.
+A restored rank has the environment, the code and the paths of its capture; what changed since stands in the
+directive, at a path fixed at launch. The one rule: whoever reads either file gets a typed object or a FormatError
+with its rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The guard: parent of the keeper, outside the tree's namespaces, which cleans up when the keeper is gone.
 
-The one rule: it does nothing but wait. What it cannot do wrong it cannot die of, and whatever ends the keeper, the run directory says
-so or is gone.
+The one rule: it does nothing but wait. What it does not do it cannot die of, and whatever ends the keeper, the run
+directory says so or is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from coldsnap.keeper import aftermath, kernel, keeper, layout, namespaces, wire
+from coldsnap.keeper import aftermath, keeper, kernel, layout, namespaces, wire
 from coldsnap.keeper.birth import Birth
 from coldsnap.keeper.tree import Tree, describe, start_time
 

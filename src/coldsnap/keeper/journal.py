@@ -1,7 +1,7 @@
 """The operation in flight, on disk: what was begun, how to undo it, whether it ended.
 
-The one rule: an entry is in the file before its sender hears that it is. One write(2) for each line survives any SIGKILL; a machine
-that crashes takes the tree with it, so nothing is fsynced.
+The one rule: an entry is in the file before its sender hears that it is. One write(2) for each line survives any
+SIGKILL; a machine that crashes takes the tree with it, so nothing is fsynced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The keeper: pid 1 of the tree's namespaces (or its subreaper), which answers its callers and reaps the tree.
 
-The one rule: it never blocks on a caller and never dies of one. What must be waited for becomes a :class:`_Wait`, looked at after every
-event; whatever a caller sends is answered with a sentence.
+The one rule: it never blocks on a caller and never dies of one. What must be waited for becomes a :class:`_Wait`,
+looked at after every event; whatever a caller sends is answered with a sentence.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ def main(birth: Birth) -> NoReturn:
             wire.send(birth.link, {"failed": str(error), "privilege": isinstance(error, PermissionError)})
             os._exit(1)
         wire.send(birth.link, {"ready": True})
-        go = wire.receive(birth.link)  # the guard's word that keeper.json is written
-        if go is None:
-            raise GuardGone
-        _Server(birth._replace(keeper_pid=go[0]["keeper_pid"])).serve()
+        _Server(birth._replace(keeper_pid=_await_introduction(birth.link))).serve()
     except GuardGone:
         _alone(birth)
     except BaseException:  # noqa: BLE001 - a forked child: nothing may return into the guard's code
@@ -54,6 +51,14 @@ def main(birth: Birth) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(1)
+
+
+def _await_introduction(link: socket.socket) -> int:
+    """Wait for the guard's word that ``keeper.json`` is written; return this process's pid as the guard sees it."""
+    go = wire.receive(link)
+    if go is None:
+        raise GuardGone
+    return int(go[0]["keeper_pid"])
 
 
 def _watch_guard(link: socket.socket) -> None:

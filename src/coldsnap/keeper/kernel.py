@@ -71,8 +71,9 @@ def set_name(name: str) -> None:
 
 
 def _without_io_uring() -> bytes:
-    # io_uring_setup, _enter and _register have the numbers 425 to 427 on every architecture (the table is common since 424), so
-    # the filter looks at the number alone; bit 30 marks the x32 calls of x86_64 and is masked. See seccomp(2) and seccomp_data.
+    # io_uring_setup, _enter and _register are 425 to 427 on every architecture that engines run on (since 424 they
+    # share one table), so the filter looks at the number alone; bit 30 marks the x32 calls of x86_64 and is masked.
+    # seccomp(2).
     load, both, not_below, above, answer = 0x20, 0x54, 0x35, 0x25, 0x06
     allow, fail = 0x7FFF0000, 0x00050000 | errno.ENOSYS
     program = [

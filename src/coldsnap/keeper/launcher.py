@@ -1,7 +1,7 @@
 """What a new process of the tree does between fork and exec.
 
-The one rule: the program starts with stdin, stdout, stderr and the descriptors it was promised, and not one more; default signals, a
-session of its own; and when it cannot start, its parent learns why in a sentence.
+The one rule: the program starts with stdin, stdout, stderr and the descriptors it was promised, and not one more;
+default signals, a session of its own; and when it cannot start, its parent learns why in a sentence.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _arrange(job: Job, writer: int) -> int:
     log = os.open(
         job.log_name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NOCTTY, 0o600, dir_fd=job.log_fd
     )
-    for number, fd in {0: null, 1: log, 2: log, **sources}.items():
-        os.dup2(fd, number)
+    for target, source in {0: null, 1: log, 2: log, **sources}.items():
+        os.dup2(source, target)
     for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, report, *job.fds}:
         with contextlib.suppress(OSError):  # the listing's own descriptor is gone
             os.close(fd)
@@ -109,7 +109,7 @@ def _arrange(job: Job, writer: int) -> int:
 
 def _exec(job: Job) -> NoReturn:
     try:
-        os.execvpe(job.argv[0], job.argv, job.env)
+        os.execvpe(job.argv[0], job.argv, job.env)  # noqa: S606 - there is no shell, on purpose
     except OSError as error:
         search = "" if "/" in job.argv[0] else f" on PATH={job.env.get('PATH', os.defpath)}"
         if error.errno != errno.ENOENT:

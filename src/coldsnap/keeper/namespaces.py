@@ -1,7 +1,7 @@
 """The private world of one tree: its own pids, mounts, System V IPC, ``/proc`` and ``/dev/shm``.
 
-The one rule: after :func:`enter`, nothing that the tree opens comes from outside its mount namespace; CRIU refuses to dump a
-descriptor whose mount it cannot find.
+The one rule: after :func:`enter`, nothing that the tree opens comes from outside its mount namespace; CRIU refuses to
+dump a descriptor whose mount it cannot find.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def enter(rank_path: str, rank_fd: int) -> None:
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
     # Without this a mount below would show up in the host's tree, where / is usually shared.
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    # Opened anew here: a bind mount's source must belong to this mount namespace, and the run directory may well lie in the
-    # /dev/shm that is about to be covered.
+    # Opened anew here: a bind mount's source must belong to this mount namespace, and the run directory may well lie in
+    # the /dev/shm that is about to be covered.
     inside = os.open(rank_path, layout.DIRECTORY)
     if not os.path.samestat(os.fstat(inside), os.fstat(rank_fd)):
         raise FileNotFoundError(f"{rank_path} is not the directory that was made a moment ago; somebody moved it")
@@ -45,8 +45,8 @@ def enter(rank_path: str, rank_fd: int) -> None:
 def set_pid_floor(floor: int) -> None:
     """Let the next process of this pid namespace have a pid above ``floor``.
 
-    A fresh namespace hands out small pids to helpers; the engine's begin well above them, so that a restore into another fresh
-    namespace finds the captured ones free.
+    A fresh namespace hands out small pids to helpers; the engine's begin well above them, so that a restore into
+    another fresh namespace finds the captured ones free.
     """
     with open("/proc/sys/kernel/ns_last_pid", "r+", encoding="ascii") as last:
         if int(last.read()) < floor:

@@ -1,7 +1,7 @@
 """What a keeper can be asked, and the one operation it may have in flight.
 
-The one rule: an operation belongs to the connection that began it; when that connection goes, the operation is undone. The keeper does
-not know what an operation means, only how to undo it.
+The one rule: an operation belongs to the connection that began it; when that connection goes, the operation is
+undone. The keeper does not know what an operation means, only how to undo it.
 """
 
 from __future__ import annotations
@@ -128,14 +128,16 @@ class Operations:
         if self._stop_at is not None and (now >= self._stop_at or not self.tree.running):
             self._finish("stopped")
         flight = self._flight
-        if self.finish is None and flight is not None and flight.undoing is not None:
-            if flight.kills or now >= flight.patience or not self.tree.living_helpers():
-                self._undo_now(flight, flight.undoing)
+        if self.finish is None and flight is not None and flight.undoing is not None and self._may_undo(flight, now):
+            self._undo_now(flight, flight.undoing)
         if self.finish is None and self._flight is None:
             if self.tree.exit is not None:
                 self._finish("exited")
             elif self.tree.root is None and not connected:
                 self._finish("stopped")
+
+    def _may_undo(self, flight: _InFlight, now: float) -> bool:
+        return flight.kills or now >= flight.patience or not self.tree.living_helpers()
 
     def _finish(self, state: str) -> None:
         end = self.tree.exit
@@ -189,8 +191,8 @@ class Operations:
         flight = self._flight
         if flight is not None and flight.undoing is None:
             flight.undoing = why
-            # CRIU and the CUDA helper notice the closed socket and roll back by themselves; killed in the middle, they would leave
-            # parasite code, or locked devices, in the tree.
+            # CRIU and the CUDA helper notice the closed socket and roll back by themselves; killed in the middle,
+            # they would leave parasite code, or locked devices, in the tree.
             flight.patience = time.monotonic() + HELPER_GRACE_S
 
     def _undo_now(self, flight: _InFlight, why: str) -> None:
@@ -205,7 +207,7 @@ class Operations:
     def _run(self, entry: undo.Undo) -> str:
         match entry["kind"]:
             case "remove":
-                return undo.remove_path(self.birth.root_fd, entry["path"])
+                return undo.remove_path(self.birth.root_fd, entry)
             case "continue":
                 self.tree.signal(signal.SIGCONT, [process.pid for process in self.tree.members()])
                 return "let the tree continue"
@@ -226,7 +228,7 @@ class Operations:
         ]
         return f"asked {len(answers)} ranks to {op}" + (f", not done: {'; '.join(bad)}" if bad else "")
 
-    # Processes
+    # Processes: the arguments of each are those of its message
 
     def _spawn_engine(
         self,
@@ -248,7 +250,7 @@ class Operations:
         self.tree.root, self.tree.exit, self.tree.since_unix_ns = pid, None, time.time_ns()
         return {"pid": pid}
 
-    def _spawn_helper(
+    def _spawn_helper(  # noqa: PLR0917 - the message's arguments
         self, caller: int, received: list[int], argv: list[Any], env: dict[str, Any], name: str, fds: list[Any]
     ) -> Answer:
         _strings(argv, env, "/")

@@ -48,8 +48,8 @@ class PostMortem:
 def run_root() -> Path:
     """Return the directory of all run directories of this user.
 
-    ``/run/coldsnap`` for root, else ``/run/user/<uid>/coldsnap``, where logind gives the user such a directory; where it does not,
-    ``/tmp/coldsnap-<uid>``, which must belong to the user.
+    ``/run/coldsnap`` for root, else ``/run/user/<uid>/coldsnap``, where logind gives the user such a directory; where
+    it does not, ``/tmp/coldsnap-<uid>``, which must belong to the user.
     """
     uid = os.geteuid()
     if uid == 0:

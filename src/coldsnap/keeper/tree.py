@@ -1,6 +1,7 @@
 """The processes under a keeper: the engine's tree, the helpers, and what became of each.
 
-The one rule: helpers (CRIU, the CUDA helper) are never part of the engine's tree, so that neither a signal nor a dump takes them for it.
+The one rule: helpers (CRIU, the CUDA helper) are never part of the engine's tree, so that neither a signal nor a dump
+takes them for it.
 """
 
 from __future__ import annotations
@@ -112,9 +113,8 @@ class Tree:
                 f"process {pid} is gone" if end is None else f"process {pid} has ended already: {describe(end)}"
             )
         if process.ppid != os.getpid() or pid in self.helpers:
-            raise LookupError(
-                f"process {pid} ({process.comm}) is a child of {process.ppid}, or a helper; expected a child of the keeper"
-            )
+            found = "a helper" if pid in self.helpers else f"a child of {process.ppid}"
+            raise LookupError(f"process {pid} ({process.comm}) is {found}; expected a child of the keeper")
         self.root, self.exit, self.since_unix_ns = pid, None, time.time_ns()
 
     def add_helper(self, pid: int, owner: int) -> int:

@@ -16,17 +16,18 @@ Undo: TypeAlias = Mapping[str, str]
 CONTINUE: Undo = {"kind": "continue"}
 KILL: Undo = {"kind": "kill"}
 
-_FIELDS = {"remove": {"path"}, "continue": set[str](), "control": {"op"}, "kill": set[str]()}
+_FIELDS = {"remove": {"path", "unless"}, "continue": set[str](), "control": {"op"}, "kill": set[str]()}
 
 
-def remove(path: str | os.PathLike[str]) -> Undo:
+def remove(path: str | os.PathLike[str], *, unless: str = "") -> Undo:
     """Remove a file or directory tree.
 
     Args:
         path: As the caller sees it; its directory is resolved now, so that no link in it is followed later.
+        unless: When a file of this name lies in ``path`` it is complete, and stays.
     """
     directory, name = os.path.split(os.path.abspath(path))
-    return {"kind": "remove", "path": os.path.join(os.path.realpath(directory), name)}
+    return {"kind": "remove", "path": os.path.join(os.path.realpath(directory), name), "unless": unless}
 
 
 def control(op: str) -> Undo:
@@ -50,25 +51,38 @@ def parse(value: object) -> Undo:
         # "/x" would be a directory of the system: nothing of ours lies directly in the root.
         if not path.startswith("/") or os.path.normpath(path) != path or path.count("/") < 2 or path.startswith("//"):
             raise ValueError(
-                f"an undo entry removes an absolute path in its shortest form below some directory, found {path!r}"
+                f"only an absolute path in its shortest form, below some directory, is removed, found {path!r}"
             )
+        if "/" in value["unless"]:
+            raise ValueError(f"unless is a file's name, found {value['unless']!r}")
     return value
 
 
-def remove_path(root_fd: int, path: str) -> str:
+def remove_path(root_fd: int, entry: Undo) -> str:
     """Run a ``remove`` entry.
 
     Args:
         root_fd: The root directory of the caller's world; the keeper's own has another ``/dev/shm``.
-        path: Absolute.
+        entry: What to remove.
 
     Returns:
         What was done, in words.
     """
+    path = entry["path"]
     try:
+        if entry["unless"] and _exists(root_fd, f"{path[1:]}/{entry['unless']}"):
+            return f"{path} is complete and stays"
         layout.remove_tree(root_fd, path[1:])
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} was not there"
     except OSError as error:
         return f"{path} could not be removed: {error.strerror}"
     return f"removed {path}"
+
+
+def _exists(root_fd: int, path: str) -> bool:
+    try:
+        os.lstat(path, dir_fd=root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

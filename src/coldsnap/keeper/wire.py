@@ -1,7 +1,7 @@
 """Messages between a caller, the keeper and the guard: one JSON object each, with file descriptors.
 
-The one rule: a message is whole or refused. SEQPACKET keeps its bounds; one that is larger than a packet travels in a sealed memfd,
-so that nobody can change it while it is read.
+The one rule: a message is whole or refused. SEQPACKET keeps its bounds; one that is larger than a packet travels in a
+sealed memfd, so that nobody can change it while it is read.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | Non
         return None
     try:
         if len(data) > PACKET_BYTES or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise WireError(f"a message may have {PACKET_BYTES} bytes and {MAX_FDS} descriptors, this one has more")
+            raise WireError(  # noqa: TRY301 - one place closes the descriptors
+                f"a message may have {PACKET_BYTES} bytes and {MAX_FDS} descriptors, this one has more"
+            )
         message = _decode(data)
         if "memfd_bytes" in message:
             message = _decode(_sealed(fds, message["memfd_bytes"]))
