@@ -1,0 +1,131 @@
+"""What ``execute`` knows of an engine, whichever it is.
+
+::
+
+    spec.refusals(gpu=…)                      pure: what this library cannot do with what the user wrote
+    spec.identify(environ)                    reads the model's files: what exactly is being served
+    inspect_environment(spec.python, …)       one short process: what the engine's interpreter has installed
+    spec.admit(environment)                   refuses an environment that cannot be captured
+    spec.launch_command(endpoint, …)          what the keeper starts
+    await_ready(endpoint, …)                  port, then health, the keeper's word between two polls
+    Ranks(keeper.rank_dir).require(spec.roles(…))
+    .quiesce() … .adopt() .resume() .reset_prefix_cache()
+    spec.ask(endpoint, question, …)           and ``compare``
+
+The one rule: a specification is frozen data. Everything that runs belongs to the keeper, everything that is asked goes
+to a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol, runtime_checkable
+
+from attrs import frozen
+
+from coldsnap.engines.acceptance import Answer, Question
+from coldsnap.engines.environment import EngineEnvironment
+from coldsnap.engines.model import ModelIdentity
+from coldsnap.errors import AdmissionError, UnsupportedError
+from coldsnap.keeper.directive import Endpoint
+
+__all__ = ["Engine", "LaunchCommand", "raise_refusals"]
+
+
+@frozen(kw_only=True)
+class LaunchCommand:
+    """What starts an engine.
+
+    Attributes:
+        argv: The command.
+        env: Its whole environment, but for what the keeper adds (directive, TMPDIR).
+        cwd: Its working directory.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A specification of an engine: ``VLLM``, ``SGLang``, or the reference engine of the tests."""
+
+    kind: ClassVar[str]
+    python: str
+    model: str
+    args: tuple[str, ...]
+
+    @property
+    def distribution(self) -> str:
+        """Return the name of the distribution whose version is the engine's."""
+
+    @property
+    def served_model(self) -> str:
+        """Return the name under which the engine serves its model."""
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks that hold a share of the model."""
+
+    @property
+    def user_seeded(self) -> bool:
+        """Return whether the user chose a seed; generators are then left alone after a restore."""
+
+    def refusals(self, *, gpu: bool) -> tuple[UnsupportedError, ...]:
+        """Return what this library cannot do with this specification, without looking at the machine."""
+
+    def identify(self, environ: Mapping[str, str]) -> ModelIdentity:
+        """Read what the model is.
+
+        Args:
+            environ: The environment to start from.
+
+        Raises:
+            AdmissionError: Its files are missing or not those of a model that can be captured.
+        """
+
+    def inspect(self, environ: Mapping[str, str], *, timeout_s: float = 30.0) -> EngineEnvironment:
+        """Ask the engine's interpreter what it has installed.
+
+        Raises:
+            AdmissionError: The interpreter is missing, or lacks the engine or this very coldsnap.
+        """
+
+    def admit(self, environment: EngineEnvironment) -> None:
+        """Check that the engine in an environment has the structure that the plugin relies on.
+
+        Raises:
+            ContractError: With everything that is missing.
+        """
+
+    def launch_command(self, endpoint: Endpoint, *, environ: Mapping[str, str], gpu: bool) -> LaunchCommand:
+        """Return what the keeper starts.
+
+        Args:
+            endpoint: Where the engine is to listen.
+            environ: The environment to start from; what the engine needs is added to it.
+            gpu: Whether it is placed on a GPU.
+        """
+
+    def roles(self, *, gpu: bool) -> Mapping[str, int]:
+        """Return how many ranks of each role listen once the engine is ready."""
+
+    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float) -> Answer:
+        """Put a question to the running engine.
+
+        Raises:
+            EngineError: It refused, broke off or took too long.
+        """
+
+
+def raise_refusals(what: str, refusals: Sequence[AdmissionError]) -> None:
+    """Raise nothing, the only refusal, or one AdmissionError with every refusal.
+
+    Raises:
+        AdmissionError: At least one refusal.
+    """
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        raise AdmissionError(f"{what} cannot be captured:", [str(refusal) for refusal in refusals])

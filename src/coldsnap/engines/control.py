@@ -1,0 +1,167 @@
+"""What a caller asks of the ranks of one engine.
+
+The one rule: a rank that should be there and is not, or that answers for another incarnation, is an error: an
+operation that reached only some of the ranks has not happened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from coldsnap.errors import EngineError
+from coldsnap.keeper.control import request_control
+
+__all__ = ["RankAddress", "Ranks"]
+
+_NAME = re.compile(r"(?P<role>[a-z]+)\.(?P<pid>[0-9]+)\.sock")
+_MARGIN_S = 5.0  # for the answer, on top of the time that an operation may take inside the rank
+
+
+@frozen(order=True)
+class RankAddress:
+    """One control socket.
+
+    Attributes:
+        role: ``api``, ``engine`` or ``worker``.
+        pid: In the engine's own pid namespace.
+    """
+
+    role: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.pid}"
+
+
+@frozen
+class Ranks:
+    """The ranks of one engine.
+
+    Attributes:
+        directory: The directory of the directive, as the caller sees it (``Keeper.rank_dir``).
+    """
+
+    directory: str | os.PathLike[str]
+
+    def present(self) -> tuple[RankAddress, ...]:
+        """Return every control socket there is, ordered by role and pid."""
+        try:
+            names = os.listdir(os.path.join(self.directory, "control"))
+        except FileNotFoundError:
+            return ()
+        found = (_NAME.fullmatch(name) for name in names)
+        return tuple(sorted(RankAddress(match["role"], int(match["pid"])) for match in found if match))
+
+    def require(self, roles: Mapping[str, int]) -> tuple[RankAddress, ...]:
+        """Return the ranks, after checking that each role has as many as expected.
+
+        Args:
+            roles: The number of processes of each role.
+
+        Raises:
+            EngineError: A role has more or fewer; the plugin was not loaded there.
+        """
+        ranks = self.present()
+        found = {role: sum(rank.role == role for rank in ranks) for role in {*roles, *(rank.role for rank in ranks)}}
+        wrong = [f"{found[role]} {role}, expected {roles.get(role, 0)}" for role in sorted(found)]
+        if found != dict(roles):
+            message = f"the engine has control sockets of {'; '.join(wrong)}: its plugin was not loaded everywhere"
+            raise EngineError(f"{message}; look for 'coldsnap' in its log")
+        return ranks
+
+    def ping(self, *, timeout_s: float = 10.0) -> Mapping[str, Mapping[str, Any]]:
+        """Ask every rank who it is.
+
+        Returns:
+            ``{"api.612": {"pid": …, "role": …, "incarnation": …, "plugin_abi": …, "engine": …, "versions": {…}}}``.
+
+        Raises:
+            EngineError: There is no rank, or one refused.
+            StepTimeout: One did not answer.
+        """
+        return self._all("ping", timeout_s=timeout_s)
+
+    def adopt(self, *, incarnation: str, reseed: bool = True, timeout_s: float = 30.0) -> tuple[str, ...]:
+        """Let every rank take over the directive that was written last.
+
+        Args:
+            incarnation: What each must answer with.
+            reseed: Whether the generators that the user did not seed get the directive's seed.
+            timeout_s: For all, s.
+
+        Returns:
+            The ranks, as ``role.pid``.
+
+        Raises:
+            EngineError: There is no rank, one refused, or one adopted something else.
+            StepTimeout: One did not answer.
+        """
+        replies = self._all("adopt", timeout_s=timeout_s, reseed=reseed)
+        for rank, reply in replies.items():
+            if (found := reply.get("incarnation")) != incarnation:
+                raise EngineError(
+                    f"{rank} adopted incarnation {found}, expected {incarnation}: it reads another directive"
+                )
+        return tuple(replies)
+
+    def quiesce(self, *, timeout_s: float) -> float:
+        """Let the engine accept no new work, and finish what runs.
+
+        Args:
+            timeout_s: How long the requests in flight may take, s.
+
+        Returns:
+            How long it took, s.
+
+        Raises:
+            EngineError: Requests still ran when the time was up (the engine then serves on), or it was resumed
+            meanwhile. StepTimeout: It did not answer.
+        """
+        start = time.monotonic()
+        self._front("quiesce", timeout_s=timeout_s + _MARGIN_S, drain_timeout_s=timeout_s)
+        return time.monotonic() - start
+
+    def resume(self, *, timeout_s: float = 30.0) -> None:
+        """Let the engine accept work again; harmless when it does.
+
+        Raises:
+            EngineError: It cannot.
+            StepTimeout: It did not answer.
+        """
+        self._front("resume", timeout_s=timeout_s)
+
+    def reset_prefix_cache(self, *, timeout_s: float = 30.0) -> None:
+        """Empty the prefix cache, so that the next answer is computed from its first token on.
+
+        Raises:
+            EngineError: Requests in flight hold blocks of it.
+            StepTimeout: It did not answer.
+        """
+        self._front("reset_prefix_cache", timeout_s=timeout_s)
+
+    def status(self, *, timeout_s: float = 10.0) -> Mapping[str, Any]:
+        """Return ``unfinished`` and ``held`` (numbers of requests) and ``quiesced``.
+
+        Raises:
+            EngineError: It cannot tell.
+            StepTimeout: It did not answer.
+        """
+        return self._front("status", timeout_s=timeout_s)
+
+    def _all(self, op: str, *, timeout_s: float, **arguments: Any) -> Mapping[str, Mapping[str, Any]]:
+        replies = request_control(self.directory, op, timeout_s=timeout_s, **arguments)
+        if not replies:
+            raise EngineError(f"no rank listens below {self.directory}: the engine's plugin was not loaded")
+        return replies
+
+    def _front(self, op: str, *, timeout_s: float, **arguments: Any) -> Mapping[str, Any]:
+        replies = request_control(self.directory, op, roles=["api"], timeout_s=timeout_s, **arguments)
+        if len(replies) != 1:
+            raise EngineError(f"expected one rank with the role api below {self.directory}, found {len(replies)}")
+        return next(iter(replies.values()))

@@ -1,0 +1,103 @@
+"""The entry point that vLLM calls in each of its processes.
+
+The one rule: in a vLLM that this library did not launch, it does nothing at all; in one that it did, a failure ends
+the process. vLLM only logs it when an entry point cannot be *imported*, so that this module imports next to nothing;
+what ``register`` raises is not caught.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coldsnap.engines.rank import Operation
+
+__all__ = ["register"]
+
+# Whoever loads plugins decides what the process is; these frames call ``load_general_plugins`` (see ``contract``).
+_ROLES = {
+    "vllm.engine.arg_utils": "api",
+    "vllm.v1.engine.core": "engine",
+    "vllm.v1.worker.worker_base": "worker",
+    "vllm.model_executor.models.registry": "inspector",  # a short-lived process that looks at a model class
+}
+
+_started = False
+
+
+def register() -> None:
+    """Listen on a control socket, and in the front end put a door before the engine.
+
+    Raises:
+        ContractError: vLLM lacks what the plugin relies on, or the directive is for another plugin.
+        FormatError: The directive is damaged.
+    """
+    from coldsnap.engines.settings import directive_path  # noqa: PLC0415  see the rule above
+
+    global _started  # noqa: PLW0603  vLLM may load plugins more than once in a process
+    path = directive_path()
+    role = _role()
+    if path is None or role == "inspector" or _started:
+        return
+    _started = True
+    _start(role, path)
+
+
+def _role() -> str:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the callers are what tells the processes apart
+    while frame is not None:
+        if role := _ROLES.get(frame.f_globals.get("__name__", "")):
+            return role
+        if (spec := frame.f_globals.get("__spec__")) and (role := _ROLES.get(spec.name)):
+            return role  # started with -m, and so called __main__
+        frame = frame.f_back
+    return ""
+
+
+def _start(role: str, path: str) -> None:
+    import importlib.metadata  # noqa: PLC0415
+    import os  # noqa: PLC0415
+
+    import vllm  # noqa: PLC0415
+
+    from coldsnap.engines.rank import Rank  # noqa: PLC0415
+    from coldsnap.engines.vllm import contract  # noqa: PLC0415
+    from coldsnap.errors import ContractError  # noqa: PLC0415
+
+    if not role:
+        callers = ", ".join(sorted(_ROLES))
+        raise ContractError(
+            f"vLLM {vllm.__version__} loads plugins from none of {callers}; the role of this process is unknown"
+        )
+    operations = None
+    if role == "api":
+        contract.report(os.path.dirname(vllm.__file__), version=vllm.__version__).require()
+        operations = _hook_front_end()
+    versions = {"vllm": vllm.__version__, "coldsnap": importlib.metadata.version("coldsnap")}
+    if (torch := sys.modules.get("torch")) is not None:
+        versions["torch"] = str(torch.__version__)
+    Rank(role, path, engine="vllm", versions=versions, operations=operations).start()
+
+
+def _hook_front_end() -> Mapping[str, Operation]:
+    import functools  # noqa: PLC0415
+    from typing import Any  # noqa: PLC0415
+
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+    from coldsnap.engines.vllm.frontend import FrontEnd  # noqa: PLC0415
+
+    front = FrontEnd()
+    original = AsyncLLM.__init__
+
+    @functools.wraps(original)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        front.attach(self)
+
+    AsyncLLM.__init__ = initialise
+    return front.operations()

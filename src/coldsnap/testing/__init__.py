@@ -1,0 +1,1 @@
+"""Public aids for tests: a small real engine, fault injection, and fakes."""

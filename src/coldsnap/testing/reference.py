@@ -1,0 +1,119 @@
+"""``ReferenceEngine``: a small real engine with the interface of ``VLLM``, ready in about two seconds.
+
+The one rule: whatever is tested with it is tested for real; it has processes, threads, shared memory, sockets and
+torch weights, and no shortcut around the keeper, the directive or the control sockets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import ClassVar
+
+from attrs import field, frozen
+
+from coldsnap.artifact.canonical import digest
+from coldsnap.engines import acceptance
+from coldsnap.engines.acceptance import Answer, Question
+from coldsnap.engines.base import LaunchCommand
+from coldsnap.engines.environment import EngineEnvironment, inspect_environment
+from coldsnap.engines.model import ModelIdentity
+from coldsnap.errors import UnsupportedError
+from coldsnap.keeper.directive import Endpoint
+
+__all__ = ["ReferenceEngine"]
+
+
+@frozen(kw_only=True)
+class ReferenceEngine:
+    """A small torch server.
+
+    Attributes:
+        python: The interpreter of an environment with torch and coldsnap.
+        model: The name it serves its model under.
+        weights_seed: What the weights are drawn from; it decides every answer.
+        weights_bytes: How much memory they take.
+        loopback: Whether the two processes also hold an established TCP pair.
+        seed: The user's seed for sampling, or ``None``; like an engine's ``--seed``.
+        args: Further arguments.
+        env: Environment on top of the caller's.
+        cwd: Working directory.
+    """
+
+    kind: ClassVar[str] = "reference"
+    distribution: ClassVar[str] = "torch"
+    world_size: ClassVar[int] = 1
+
+    python: str = field(factory=lambda: sys.executable)
+    model: str = "reference"
+    weights_seed: int = 0
+    weights_bytes: int = 1 << 20
+    loopback: bool = False
+    seed: int | None = None
+    args: tuple[str, ...] = field(default=(), converter=tuple)
+    env: Mapping[str, str] = field(factory=dict, converter=dict, hash=False)
+    cwd: str = "/"
+
+    @property
+    def served_model(self) -> str:
+        """Return the name under which the engine serves its model."""
+        return self.model
+
+    @property
+    def user_seeded(self) -> bool:
+        """Return whether the user chose a seed."""
+        return self.seed is not None
+
+    def refusals(self, *, gpu: bool = False) -> tuple[UnsupportedError, ...]:
+        """Refuse GPUs; everything else can be captured."""
+        if gpu:
+            return (
+                UnsupportedError("the reference engine has no GPU code", field="placement.devices", works="no devices"),
+            )
+        return ()
+
+    def identify(self, environ: Mapping[str, str]) -> ModelIdentity:  # noqa: ARG002  the weights come from a seed
+        """Return what the model is: a function of its seed and size."""
+        revision = digest({"seed": self.weights_seed, "bytes": self.weights_bytes})
+        return ModelIdentity(kind="local", model=self.model, revision=revision, architecture="Reference")
+
+    def inspect(self, environ: Mapping[str, str], *, timeout_s: float = 30.0) -> EngineEnvironment:
+        """Ask the interpreter what it has installed.
+
+        Raises:
+            AdmissionError: The interpreter is missing, or lacks torch or this very coldsnap.
+        """
+        env = {**environ, **self.env}
+        return inspect_environment(
+            self.python, distributions=("torch", "numpy"), environ=env, cwd=self.cwd, timeout_s=timeout_s
+        )
+
+    def admit(self, environment: EngineEnvironment) -> None:
+        """Accept every torch."""
+
+    def launch_command(
+        self,
+        endpoint: Endpoint,
+        *,
+        environ: Mapping[str, str],
+        gpu: bool = False,  # noqa: ARG002
+    ) -> LaunchCommand:
+        """Return what the keeper starts."""
+        argv = [self.python, "-m", "coldsnap.testing.reference_server", "--model", self.model]
+        argv += ["--host", endpoint.host, "--port", str(endpoint.port), "--weights-seed", str(self.weights_seed)]
+        argv += ["--weights-bytes", str(self.weights_bytes)]
+        argv += ["--loopback"] if self.loopback else []
+        argv += ["--seed", str(self.seed)] if self.seed is not None else []
+        return LaunchCommand(argv=(*argv, *self.args), env={**environ, **self.env}, cwd=self.cwd)
+
+    def roles(self, *, gpu: bool = False) -> Mapping[str, int]:  # noqa: ARG002
+        """Return how many ranks of each role listen once it is ready."""
+        return {"api": 1, "worker": 1}
+
+    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float) -> Answer:
+        """Put a question to the running server.
+
+        Raises:
+            EngineError: It refused, broke off or took too long.
+        """
+        return acceptance.ask(endpoint, question, model=self.served_model, timeout_s=timeout_s)

@@ -1,0 +1,400 @@
+"""The reference engine's processes: a front end, and a worker with torch weights.
+
+Small, but of the same kind as a real engine: a process tree made by ``spawn``, a shared-memory ring with named
+semaphores between the two, threads in both, an optional TCP pair on loopback, HTTP with health and streamed
+completions, and coldsnap's ranks inside.
+
+The one rule: an answer is a function of the weights, the prompt and, with a temperature, of torch's global generator;
+nothing else of the machine or of the moment gets in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import shared_memory
+from typing import Any
+
+from coldsnap.engines.rank import Busy, Operation, Rank
+from coldsnap.engines.settings import directive_path
+
+VOCABULARY = 256
+HIDDEN = 64
+_REQUEST_BYTES = 32 << 10
+_SLOTS = 1024
+_END = -1
+_POLL_S = 0.5
+_GAIN = 2.5
+
+
+class Channel:
+    """What the two processes share: one request, and a ring of the tokens that answer it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._request = shared_memory.SharedMemory(create=True, size=_REQUEST_BYTES)
+        self._ring = shared_memory.SharedMemory(create=True, size=4 * _SLOTS)
+        self.requested = context.Semaphore(0)
+        self.tokens = context.Semaphore(0)
+        self.free = context.Semaphore(_SLOTS)
+        self.ready = context.Event()
+
+    def remove(self) -> None:
+        """Remove the shared memory; both processes can still use what they have mapped."""
+        self._request.unlink()
+        self._ring.unlink()
+
+    def put_request(self, request: Mapping[str, Any]) -> None:
+        """Hand a request to the worker."""
+        data = json.dumps(request).encode()
+        if len(data) + 4 > _REQUEST_BYTES:
+            raise ValueError(f"a request of {len(data)} bytes, at most {_REQUEST_BYTES - 4} fit")
+        _bytes(self._request)[4 : 4 + len(data)] = data
+        _bytes(self._request)[:4] = len(data).to_bytes(4, "little")
+        self.requested.release()
+
+    def get_request(self) -> Mapping[str, Any]:
+        """Take the request that was handed over."""
+        size = int.from_bytes(_bytes(self._request)[:4], "little")
+        return dict(json.loads(bytes(_bytes(self._request)[4 : 4 + size])))
+
+    def put_token(self, index: int, token: int) -> None:
+        """Write one token into the ring, waiting for room."""
+        self.free.acquire()
+        at = 4 * (index % _SLOTS)
+        _bytes(self._ring)[at : at + 4] = token.to_bytes(4, "little", signed=True)
+        self.tokens.release()
+
+    def get_token(self, index: int, worker: multiprocessing.process.BaseProcess) -> int:
+        """Read the next token.
+
+        Raises:
+            RuntimeError: The worker ended.
+        """
+        while not self.tokens.acquire(timeout=_POLL_S):
+            if not worker.is_alive():
+                raise RuntimeError("the worker ended")
+        at = 4 * (index % _SLOTS)
+        token = int.from_bytes(_bytes(self._ring)[at : at + 4], "little", signed=True)
+        self.free.release()
+        return token
+
+
+def _bytes(memory: shared_memory.SharedMemory) -> memoryview:
+    if memory.buf is None:
+        raise RuntimeError(f"the shared memory {memory.name} is closed")
+    return memory.buf
+
+
+# The worker.
+
+
+def work(channel: Channel, options: argparse.Namespace, port: int | None) -> None:
+    """Run the worker: weights, a loop over requests, and a thread that only ticks."""
+    import torch  # noqa: PLC0415  the front end must not pay for it
+
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(2)
+    torch.manual_seed(options.seed)
+    model = Model(options.weights_seed, options.weights_bytes)
+    start_rank("worker", {}, torch=torch.__version__)
+    threading.Thread(target=_tick, name="reference-tick", daemon=True).start()
+    if port is not None:
+        threading.Thread(target=_echo, args=(port,), name="reference-echo", daemon=True).start()
+    channel.ready.set()
+    written = 0
+    while os.getppid() == parent:
+        if channel.requested.acquire(timeout=_POLL_S):
+            written = _serve_request(channel, model, written)
+
+
+def _serve_request(channel: Channel, model: Model, written: int) -> int:
+    request = channel.get_request()
+    for token in model.generate(request["prompt"], request["max_tokens"], request["temperature"]):
+        time.sleep(request["delay_s"])
+        channel.put_token(written, token)
+        written += 1
+    channel.put_token(written, _END)
+    return written + 1
+
+
+class Model:
+    """A recurrent model with seeded random weights."""
+
+    def __init__(self, seed: int, weights_bytes: int) -> None:
+        import torch  # noqa: PLC0415
+
+        generator = torch.Generator().manual_seed(seed)
+        self.torch = torch
+        self.embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+        self.output = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+        # A gain above one keeps the state wandering, so that an answer does not settle on one token.
+        self.recurrent = _GAIN * torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
+        # Memory that a real model would have, and that the answer depends on: one of its rows is added at each token.
+        self.ballast = torch.randn(max(1, weights_bytes // (4 * HIDDEN)), HIDDEN, generator=generator)
+
+    def generate(self, prompt: str, max_tokens: int, temperature: float) -> Iterator[int]:
+        """Continue a prompt, byte by byte."""
+        torch = self.torch
+        state = torch.zeros(HIDDEN)
+        for token in prompt.encode():
+            state = self._advance(state, token)
+        for _ in range(max_tokens):
+            logits = self.output @ state
+            if temperature > 0:
+                token = int(torch.multinomial(torch.softmax(logits / temperature, 0), 1))
+            else:
+                token = int(logits.argmax())
+            yield token
+            state = self._advance(state, token)
+
+    def _advance(self, state: Any, token: int) -> Any:
+        row = self.ballast[(token * 7919) % len(self.ballast)]
+        return self.torch.tanh(self.recurrent @ state + self.embedding[token] + row)
+
+
+def _tick() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def _echo(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        while data := connection.recv(64):
+            connection.sendall(data)
+
+
+# The front end.
+
+
+class FrontEnd:
+    """Counts requests, and closes the door when it is asked to."""
+
+    def __init__(
+        self, channel: Channel, worker: multiprocessing.process.BaseProcess, pair: socket.socket | None
+    ) -> None:
+        self.channel = channel
+        self.worker = worker
+        self.pair = pair
+        self._door = threading.Condition()
+        self._closed = False
+        self._unfinished = 0
+        self._held = 0
+        self._turns = 0
+        self._one_at_a_time = threading.Lock()
+        self._read = 0
+        self._cache: dict[str, int] = {}
+
+    def complete(self, request: Mapping[str, Any]) -> Iterator[int]:
+        """Yield the tokens that answer a request, once the door is open."""
+        self._enter()
+        try:
+            with self._one_at_a_time:
+                self._cache[request["prompt"]] = self._cache.get(request["prompt"], 0) + 1
+                self.channel.put_request(request)
+                yield from self._tokens()
+        finally:
+            self._leave()
+
+    def _tokens(self) -> Iterator[int]:
+        token = 0
+        try:
+            while token != _END:
+                token = self._next()
+                if token != _END:
+                    yield token
+        finally:
+            while token != _END:  # the client went away: the ring must be empty for the next request
+                token = self._next()
+
+    def _next(self) -> int:
+        token = self.channel.get_token(self._read, self.worker)
+        self._read += 1
+        return token
+
+    def healthy(self) -> bool:
+        """Tell whether the worker lives and the TCP pair, if there is one, still carries bytes."""
+        if not self.worker.is_alive():
+            return False
+        if self.pair is not None:
+            self.pair.sendall(b"ping")
+            return self.pair.recv(64) == b"ping"
+        return True
+
+    def _enter(self) -> None:
+        with self._door:
+            self._held += 1
+            self._door.wait_for(lambda: not self._closed)
+            self._held -= 1
+            self._unfinished += 1
+
+    def _leave(self) -> None:
+        with self._door:
+            self._unfinished -= 1
+            self._door.notify_all()
+
+    def operations(self) -> Mapping[str, Operation]:
+        """Return the operations of the rank that owns the front end."""
+        return {
+            "quiesce": self._quiesce,
+            "resume": self._resume,
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "status": lambda _: self._status(),
+        }
+
+    def _status(self) -> Mapping[str, Any]:
+        return {"unfinished": self._unfinished, "held": self._held, "quiesced": self._closed and not self._unfinished}
+
+    def _quiesce(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        timeout_s = float(request.get("drain_timeout_s", request.get("timeout_s", 60.0)))
+        with self._door:
+            self._closed, turn = True, self._turns
+            idle = self._door.wait_for(lambda: not self._unfinished or turn != self._turns, timeout_s)
+            if turn != self._turns:
+                raise Busy("the engine was resumed while it was being quiesced")
+            if not idle:
+                self._open()
+                raise Busy(f"{self._unfinished} requests still ran after {timeout_s:g} s; the engine serves on")
+            return self._status()
+
+    def _resume(self, _request: Mapping[str, Any]) -> Mapping[str, Any]:
+        with self._door:
+            self._open()
+            return self._status()
+
+    def _open(self) -> None:
+        self._closed = False
+        self._turns += 1
+        self._door.notify_all()
+
+    def _reset_prefix_cache(self, _request: Mapping[str, Any]) -> Mapping[str, Any]:
+        with self._door:
+            if self._unfinished:
+                raise Busy(f"the prefix cache is in use by {self._unfinished} requests")
+            self._cache.clear()
+        return {"reset": True}
+
+
+class Server(ThreadingHTTPServer):
+    """The HTTP server, with the front end that its handlers use."""
+
+    daemon_threads = True
+    front: FrontEnd
+    model: str
+
+
+class Handler(BaseHTTPRequestHandler):
+    """``/health`` and ``/v1/completions``."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answer a readiness probe."""
+        good = self.path == "/health" and self.server.front.healthy()
+        self._send(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, b"", "text/plain")
+
+    def do_POST(self) -> None:
+        """Answer a completion request, as a stream or at once."""
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))))
+        if self.path != "/v1/completions" or body.get("model") != self.server.model:
+            self._send(HTTPStatus.NOT_FOUND, b'{"error": "no such path or model"}', "application/json")
+            return
+        tokens = self.server.front.complete(
+            {
+                "prompt": str(body["prompt"]),
+                "max_tokens": int(body.get("max_tokens", 16)),
+                "temperature": float(body.get("temperature", 1.0)),
+                "delay_s": float(body.get("delay_s", 0.0)),
+            }
+        )
+        if body.get("stream"):
+            self._stream(tokens)
+        else:
+            self._send(HTTPStatus.OK, json.dumps(_event(list(tokens))).encode(), "application/json")
+
+    def _stream(self, tokens: Iterator[int]) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for token in tokens:
+            self.wfile.write(b"data: " + json.dumps(_event([token])).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _send(self, status: HTTPStatus, data: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the name is http.server's
+        """Write nothing: readiness probes come every few milliseconds."""
+
+
+def _event(tokens: list[int]) -> Mapping[str, Any]:
+    text = "".join(chr(0x21 + token % 94) for token in tokens)
+    return {"choices": [{"index": 0, "text": text, "token_ids": tokens}]}
+
+
+def start_rank(role: str, operations: Mapping[str, Operation], **versions: str) -> None:
+    """Become a rank, when this library launched the process."""
+    if path := directive_path():
+        known = {"coldsnap": importlib.metadata.version("coldsnap"), **versions}
+        Rank(role, path, engine="reference", versions=known, operations=operations).start()
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Start the worker, wait for it, and serve until SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    channel = Channel()
+    atexit.register(channel.remove)
+    listener = socket.create_server(("127.0.0.1", 0)) if options.loopback else None
+    port = listener.getsockname()[1] if listener is not None else None
+    worker = multiprocessing.get_context("spawn").Process(target=work, args=(channel, options, port), daemon=True)
+    worker.start()
+    while not channel.ready.wait(timeout=_POLL_S):
+        if not worker.is_alive():
+            sys.exit(f"the worker ended with {worker.exitcode} before it was ready")
+    pair = None
+    if listener is not None:
+        pair, _ = listener.accept()
+        listener.close()
+    front = FrontEnd(channel, worker, pair)
+    start_rank("api", front.operations())
+    with Server((options.host, options.port), Handler) as server:
+        server.front, server.model = front, options.model
+        server.serve_forever(poll_interval=_POLL_S)
+
+
+def main() -> None:
+    """Read the command line and serve."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default="reference")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--weights-seed", type=int, default=0)
+    parser.add_argument("--weights-bytes", type=int, default=1 << 20)
+    parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--exit-after-s", type=float, default=None)
+    options = parser.parse_args()
+    if options.exit_after_s is not None:
+        threading.Timer(options.exit_after_s, os._exit, args=(3,)).start()
+    serve(options)
+
+
+if __name__ == "__main__":
+    main()
