@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Protocol
 
 __all__ = ["Process", "Spawner", "TreeKeeper", "end_process"]
 
@@ -82,6 +83,31 @@ class TreeKeeper(Spawner, Protocol):
         """Whether the tree has pid, mount and ipc namespaces of its own."""
         ...
 
+    @property
+    def keeper_pid(self) -> int:
+        """The keeper's pid on the host."""
+        ...
+
+    @property
+    def guard_pid(self) -> int:
+        """The pid of the keeper's guard, which inherits orphans where there is no pid namespace."""
+        ...
+
+    @property
+    def work_dir(self) -> Path:
+        """Where helpers leave their logs."""
+        ...
+
+    @property
+    def tree_dir(self) -> str:
+        """The run directory as the tree sees it; it belongs to no capsule."""
+        ...
+
+    @property
+    def tmp_dir(self) -> str:
+        """The tree's TMPDIR."""
+        ...
+
     def tree(self) -> Sequence[Process]:
         """Return every process of the tree, the root first."""
         ...
@@ -90,7 +116,7 @@ class TreeKeeper(Spawner, Protocol):
         """Take a restored root, already a child of the keeper, as the engine."""
         ...
 
-    def signal(self, number: int, *, whom: Literal["root", "tree"]) -> None:
+    def signal(self, number: int, *, whom: str) -> None:
         """Signal the ``root`` or the whole ``tree``."""
         ...
 

@@ -1,4 +1,4 @@
-"""Sockets of living processes: TCP from ``/proc/<pid>/net``, peers of Unix sockets from the kernel's socket diagnostics.
+"""Sockets of living processes: TCP from ``/proc/<pid>/net``, peers of Unix sockets from socket diagnostics.
 
 The one rule: only look. Addresses are written as people write them, and an IPv4 address inside an IPv6 one is an IPv4
 address, so that both ends of one connection compare equal.

@@ -1,0 +1,188 @@
+"""Dump: a running tree becomes the files of a capsule.
+
+The one rule: whatever goes wrong, the tree runs on. CRIU continues it when a dump fails, and this module makes sure.
+
+A capsule's directory holds ``images/`` (CRIU's files), ``volatile.json``, ``volatile.blob`` and ``tree.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from attrs import frozen
+
+from coldsnap.drivers.audit import audit_tree
+from coldsnap.drivers.base import TreeKeeper
+from coldsnap.drivers.criu import Criu
+from coldsnap.drivers.images import DumpStats, FilesImage, read_pids, read_stats
+from coldsnap.drivers.sockets import TcpSocket
+from coldsnap.drivers.tree_record import TreeRecord, write_tree_record
+from coldsnap.drivers.volatile import ROOT, remove_volatile, save_volatile
+from coldsnap.drivers.volatile_index import VolatileFiles
+
+__all__ = ["IMAGES", "DumpedTree", "dump_tree", "opened_directory"]
+
+IMAGES = "images"
+LINK_REMAP = "link_remap."
+"""CRIU gives a file whose name is gone, but not its inode, a name that starts like this."""
+
+
+@frozen(kw_only=True)
+class DumpedTree:
+    """A tree that is a capsule now.
+
+    Attributes:
+        root_pid: In the tree's pid namespace.
+        pids: Every pid and thread id that a restore will claim, the root first.
+        nvidia_pids: Processes whose device state was checkpointed, children first.
+        listeners: TCP sockets that accept connections.
+        image_bytes: Size of CRIU's files.
+        volatile: The files from /dev/shm.
+        criu_version: Major, minor, sublevel.
+        dump_s: From the request to CRIU's answer, s.
+        volatile_s: The part of it that copied the volatile files, s.
+        stats: CRIU's own figures.
+    """
+
+    root_pid: int
+    pids: tuple[int, ...]
+    nvidia_pids: tuple[int, ...]
+    listeners: tuple[TcpSocket, ...]
+    image_bytes: int
+    volatile: VolatileFiles
+    criu_version: tuple[int, int, int]
+    dump_s: float
+    volatile_s: float
+    stats: DumpStats | None
+
+    @property
+    def volatile_bytes(self) -> int:
+        """Size of the copied volatile files."""
+        return self.volatile.data_bytes
+
+    @property
+    def details(self) -> Mapping[str, float]:
+        """The figures of a receipt."""
+        frozen_s = {} if self.stats is None else {"freezing_s": self.stats.freezing_s, "frozen_s": self.stats.frozen_s}
+        return {"criu_s": self.dump_s, "volatile_s": self.volatile_s, **frozen_s}
+
+
+@contextmanager
+def opened_directory(path: Path | str) -> Iterator[int]:
+    """Provide a descriptor of a directory."""
+    fd = os.open(path, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class _VolatileCopy:
+    """Copies the volatile files when CRIU says that the image is complete and everything stands still."""
+
+    def __init__(self, keeper: TreeKeeper, images_fd: int, capsule_fd: int) -> None:
+        self._keeper, self._images_fd, self._capsule_fd = keeper, images_fd, capsule_fd
+        self.saved = VolatileFiles(entries=())
+        self.seconds = 0.0
+
+    def __call__(self, _pid: int) -> None:
+        began = time.monotonic()
+        skip = (self._keeper.tree_dir,)
+        self.saved = save_volatile(self._keeper.root_fd, self._capsule_fd, self._paths(), skip=skip)
+        self.seconds = time.monotonic() - began
+
+    def _paths(self) -> set[str]:
+        opened = {file.path for file in FilesImage.read(self._images_fd).regular_files()}
+        remapped = {path for path in opened if posixpath.basename(path).startswith(LINK_REMAP)}
+        if self._keeper.private:
+            return {ROOT, *(path for path in remapped if not path.startswith(f"{ROOT}/"))}
+        # In the host's /dev/shm only what the tree maps or holds open is known to be its own.
+        roots = (f"{ROOT}/", f"{self._keeper.tmp_dir}/")
+        return remapped | {path for path in opened if path.startswith(roots)}
+
+    def remove_remaps(self) -> None:
+        """Remove the names that CRIU made: it leaves them when the tree stays stopped, for a restore to use up."""
+        names = [entry for entry in self.saved.entries if posixpath.basename(entry.path).startswith(LINK_REMAP)]
+        remove_volatile(self._keeper.root_fd, names)
+
+
+def _continue(keeper: TreeKeeper, stopped_before: set[int]) -> None:
+    if {process.pid for process in keeper.tree() if process.state == "T"} - stopped_before:
+        keeper.signal(signal.SIGCONT, whom="tree")
+
+
+def dump_tree(
+    keeper: TreeKeeper,
+    criu: str | Path,
+    capsule_dir: Path,
+    *,
+    leave: Literal["stopped", "running"],
+    timeout_s: float,
+    nvidia_pids: tuple[int, ...] = (),
+) -> DumpedTree:
+    """Write the image of a tree, and its volatile files, into a capsule.
+
+    Args:
+        keeper: The tree's, with an operation of ours in flight. For ``leave="stopped"`` it must hold the undo entry that
+            continues the tree when the caller dies.
+        criu: The executable.
+        capsule_dir: An empty directory.
+        leave: What becomes of the tree afterwards.
+        timeout_s: Deadline, s.
+        nvidia_pids: Processes whose device state was checkpointed before, children first.
+
+    Returns:
+        What was dumped.
+
+    Raises:
+        AdmissionError: The audit found obstacles; nothing was frozen.
+        DriverError: CRIU or the copying failed; the tree runs on.
+        StepTimeout: The deadline passed; the tree runs on.
+    """
+    audit = audit_tree(keeper)
+    audit.require()
+    os.mkdir(capsule_dir / IMAGES, 0o700)
+    with (
+        opened_directory(capsule_dir) as capsule_fd,
+        opened_directory(capsule_dir / IMAGES) as images_fd,
+        opened_directory(keeper.work_dir) as work_fd,
+    ):
+        copy = _VolatileCopy(keeper, images_fd, capsule_fd)
+        command = Criu(criu, keeper)
+        stopped_before = {process.pid for process in keeper.tree() if process.state == "T"}
+        began = time.monotonic()
+        try:
+            command.dump(
+                audit.pids[0],
+                images_fd=images_fd,
+                work_fd=work_fd,
+                leave=leave,
+                timeout_s=timeout_s,
+                notify={"post-dump": copy},
+            )
+        except BaseException:
+            _continue(keeper, stopped_before)
+            raise
+        finally:
+            copy.remove_remaps()
+        dump_s = time.monotonic() - began
+        write_tree_record(capsule_fd, TreeRecord(nvidia_pids=nvidia_pids))
+        return DumpedTree(
+            root_pid=audit.pids[0],
+            pids=read_pids(images_fd),
+            nvidia_pids=nvidia_pids,
+            listeners=tuple(each for each in FilesImage.read(images_fd).tcp_sockets() if each.listening),
+            image_bytes=sum(os.stat(name, dir_fd=images_fd).st_size for name in os.listdir(images_fd)),
+            volatile=copy.saved,
+            criu_version=Criu(criu).version(),
+            dump_s=dump_s,
+            volatile_s=copy.seconds,
+            stats=read_stats(work_fd),
+        )

@@ -1,0 +1,205 @@
+"""Other ports (and another address) for a restored tree, chosen by asking the kernel.
+
+The one rule: one mapping for the whole tree. A port moves everywhere or nowhere: every listener on it, and both ends of
+every connection inside the tree; a connection whose other end is elsewhere keeps the port of that end.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Self
+
+from attrs import evolve, field, frozen
+
+from coldsnap.drivers.images import FilesImage
+from coldsnap.drivers.sockets import TcpSocket
+from coldsnap.errors import AdmissionError, DriverError
+
+__all__ = ["PortMap", "Rebind", "Reservation", "choose_ports", "move_ports"]
+
+ATTEMPTS = 64
+
+
+@frozen(kw_only=True)
+class Rebind:
+    """Where the API is to listen.
+
+    Attributes:
+        port: The captured port.
+        to_port: The port wanted; may be the captured one.
+        to_address: The address wanted, of the captured address's family; ``None`` keeps it.
+    """
+
+    port: int
+    to_port: int
+    to_address: str | None = None
+
+
+@frozen(kw_only=True)
+class PortMap:
+    """What moves.
+
+    Attributes:
+        ports: Captured port → port now, the unmoved ones too.
+        rebind: What the caller asked for.
+    """
+
+    ports: Mapping[int, int]
+    rebind: Rebind | None = None
+
+    @property
+    def moved(self) -> Mapping[int, int]:
+        """Only the ports that change."""
+        return {old: new for old, new in self.ports.items() if old != new}
+
+    @property
+    def changes(self) -> bool:
+        """Whether any socket moves."""
+        return bool(self.moved) or (self.rebind is not None and self.rebind.to_address is not None)
+
+
+@frozen
+class Reservation:
+    """Ports held for a restore: bound, not listening, so that nobody is given one in the meantime.
+
+    A socket with SO_REUSEADDR that does not listen does not keep another such socket from binding (socket(7)); CRIU
+    sets the option while it restores.
+    """
+
+    _sockets: list[socket.socket] = field(factory=list)
+
+    def try_bind(self, address: str, port: int, *, only_v6: bool) -> int | None:
+        """Reserve one port.
+
+        Args:
+            address: Local address.
+            port: The port; 0 for any.
+            only_v6: Whether an IPv6 socket leaves IPv4 alone.
+
+        Returns:
+            The port, or ``None`` when it is taken or the address is not of this host.
+        """
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        probe = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only_v6))
+            probe.bind((address, port))
+        except OSError:
+            probe.close()
+            return None
+        self._sockets.append(probe)
+        return int(probe.getsockname()[1])
+
+    def close(self) -> None:
+        """Let go of the ports."""
+        while self._sockets:
+            self._sockets.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _binds(sockets: Iterable[TcpSocket], rebind: Rebind | None) -> dict[int, dict[str, bool]]:
+    """Return, for each local port, the addresses it must be free on."""
+    found: dict[int, dict[str, bool]] = {}
+    for each in sockets:
+        moved = rebind is not None and each.listening and each.port == rebind.port
+        address = (rebind.to_address if moved and rebind is not None else None) or each.address
+        found.setdefault(each.port, {})[address] = each.only_v6
+    return found
+
+
+def _reserve(held: Reservation, port: int, addresses: Mapping[str, bool]) -> int | None:
+    """Reserve one port on several addresses; 0 lets the kernel choose."""
+    for address, only_v6 in addresses.items():
+        found = held.try_bind(address, port, only_v6=only_v6)
+        if found is None:
+            return None
+        port = found
+    return port
+
+
+def choose_ports(
+    sockets: Iterable[TcpSocket], living: Iterable[TcpSocket], rebind: Rebind | None, held: Reservation
+) -> PortMap:
+    """Decide on a port for each captured one, and hold it.
+
+    Args:
+        sockets: Of the image.
+        living: Of the host: a connection cannot be restored while another with the same ends exists.
+        rebind: Where the API is to listen; without it, where it listened.
+        held: Takes the reservations.
+
+    Returns:
+        The mapping. Ports other than the API's move only when they are taken.
+
+    Raises:
+        AdmissionError: The API's port is taken, or was not captured.
+        DriverError: No free port was found.
+    """
+    sockets = list(sockets)
+    wanted = _binds(sockets, rebind)
+    connected = {each.ends for each in living if each.connected}
+    tied = {each.port for each in sockets if each.connected and connected & {each.ends, each.ends[::-1]}}
+    ports: dict[int, int] = {}
+    if rebind is not None:
+        if not any(each.listening and each.port == rebind.port for each in sockets):
+            listening = sorted({each.port for each in sockets if each.listening})
+            raise AdmissionError(f"the image has no listener on port {rebind.port}: it listens on {listening}")
+        ports[rebind.port] = _api_port(held, rebind, wanted.pop(rebind.port))
+    for old, addresses in wanted.items():
+        free = old not in tied and old not in ports.values()
+        found = _reserve(held, old, addresses) if free else None
+        ports[old] = found or _other_port(held, old, addresses, {*ports.values(), *wanted})
+    return PortMap(ports=ports, rebind=rebind)
+
+
+def _api_port(held: Reservation, rebind: Rebind, addresses: Mapping[str, bool]) -> int:
+    if _reserve(held, rebind.to_port, addresses) is None:
+        where = ", ".join(sorted(addresses))
+        raise AdmissionError(
+            f"port {rebind.to_port} on {where} cannot be used: it is taken, or the address is not of this host; "
+            "choose another port or stop what listens there"
+        )
+    return rebind.to_port
+
+
+def _other_port(held: Reservation, old: int, addresses: Mapping[str, bool], taken: set[int]) -> int:
+    for _ in range(ATTEMPTS):
+        found = _reserve(held, 0, addresses)
+        if found is not None and found not in taken:
+            return found
+    raise DriverError(
+        f"no free port was found in place of {old} on {', '.join(sorted(addresses))}: is each an address of this host?",
+        command="rebind",
+    )
+
+
+def move_ports(image: FilesImage, mapping: PortMap) -> None:
+    """Write a mapping into the image of open files.
+
+    Args:
+        image: Edited in place.
+        mapping: What moves.
+    """
+    sockets = image.tcp_sockets()
+    ends = {each.ends for each in sockets if each.connected}
+    for each in sockets:
+        inside = each.connected and each.ends[::-1] in ends
+        peer_port = mapping.ports.get(each.peer_port, each.peer_port) if inside else each.peer_port
+        moved = evolve(each, port=mapping.ports.get(each.port, each.port), peer_port=peer_port)
+        rebind = mapping.rebind
+        if rebind is not None and each.listening and each.port == rebind.port and rebind.to_address is not None:
+            moved = evolve(moved, address=rebind.to_address)
+        if moved != each:
+            image.move_socket(moved)

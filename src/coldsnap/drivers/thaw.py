@@ -1,0 +1,250 @@
+"""Thaw: the files of a capsule become a running tree.
+
+The one rule: a thaw that fails leaves no process and no file behind, and a capsule is only ever read: many restores,
+also at once, share one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from attrs import field, frozen
+
+from coldsnap.drivers.base import TreeKeeper, end_process
+from coldsnap.drivers.criu import Criu
+from coldsnap.drivers.dump import IMAGES, opened_directory
+from coldsnap.drivers.images import FilesImage, read_pids
+from coldsnap.drivers.rebind import PortMap, Rebind, Reservation, choose_ports, move_ports
+from coldsnap.drivers.sockets import TcpSocket, read_tcp
+from coldsnap.drivers.tree_record import TreeRecord, read_tree_record
+from coldsnap.drivers.volatile import put_back, remove_volatile
+from coldsnap.drivers.volatile_index import VolatileFiles, read_index
+from coldsnap.errors import AdmissionError
+
+__all__ = ["StagedTree", "ThawedTree", "stage_tree", "thaw_tree"]
+
+PIDS_FREE_S = 3.0
+"""A pid freed by a dump or a kill lingers as a zombie until its new parent reaps it, s."""
+
+POLL_S = 0.01
+
+
+@frozen(kw_only=True)
+class StagedTree:
+    """Everything in place for a thaw.
+
+    Attributes:
+        capsule_dir: The capsule.
+        image: The open files, ports moved.
+        ports: Where every port goes.
+        listeners: Where the restored tree will listen.
+        volatile: The files that were put back.
+        record: What else is known of the tree.
+        stage_s: How long it took, s.
+    """
+
+    capsule_dir: Path
+    image: FilesImage
+    ports: PortMap
+    listeners: tuple[TcpSocket, ...]
+    volatile: VolatileFiles
+    record: TreeRecord
+    stage_s: float
+    _held: Reservation = field(factory=Reservation)
+
+    def release(self) -> None:
+        """Let go of the reserved ports."""
+        self._held.close()
+
+
+@frozen(kw_only=True)
+class ThawedTree:
+    """A tree that runs again, adopted by its keeper.
+
+    Attributes:
+        root_pid: In the tree's pid namespace.
+        pids: Every pid and thread id it has.
+        listeners: Where it listens.
+        nvidia_pids: Processes whose device state is to be restored, children first.
+        image_bytes: Size of CRIU's files.
+        thaw_s: From the request to CRIU's answer, s.
+        wait_s: How long captured pids were waited for, s.
+        grown: Files that have grown since the dump: the tree goes on where it had been.
+    """
+
+    root_pid: int
+    pids: tuple[int, ...]
+    listeners: tuple[TcpSocket, ...]
+    nvidia_pids: tuple[int, ...]
+    image_bytes: int
+    thaw_s: float
+    wait_s: float
+    grown: tuple[str, ...]
+
+    @property
+    def details(self) -> Mapping[str, float]:
+        """The figures of a receipt."""
+        return {"criu_s": self.thaw_s, "pids_s": self.wait_s}
+
+
+def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) -> StagedTree:
+    """Put the volatile files back and choose and hold the ports; may run beside anything but the thaw.
+
+    Args:
+        keeper: Of the tree to be.
+        capsule_dir: The capsule; only read.
+        rebind: Where the API is to listen; ``None``: where it listened.
+
+    Returns:
+        What :func:`thaw_tree` takes; ``release`` it when it is not thawed.
+
+    Raises:
+        AdmissionError: The port is taken.
+        DriverError: A file is in the way, or the memory is full.
+        FormatError: The capsule is broken.
+    """
+    began = time.monotonic()
+    held = Reservation()
+    try:
+        with opened_directory(capsule_dir / IMAGES) as images_fd, opened_directory("/proc") as proc_fd:
+            image = FilesImage.read(images_fd)
+            ports = choose_ports(image.tcp_sockets(), read_tcp(proc_fd, os.getpid()), rebind, held)
+            move_ports(image, ports)
+        with opened_directory(capsule_dir) as capsule_fd:
+            volatile, record = read_index(capsule_fd), read_tree_record(capsule_fd)
+            put_back(volatile, keeper.root_fd, capsule_fd)
+    except BaseException:
+        held.close()
+        raise
+    return StagedTree(
+        capsule_dir=capsule_dir,
+        image=image,
+        ports=ports,
+        listeners=tuple(each for each in image.tcp_sockets() if each.listening),
+        volatile=volatile,
+        record=record,
+        stage_s=time.monotonic() - began,
+        held=held,
+    )
+
+
+def _lstat(root_fd: int, path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path.lstrip("/"), dir_fd=root_fd)
+    except OSError:
+        return None
+
+
+def _check_files(keeper: TreeKeeper, image: FilesImage) -> tuple[str, ...]:
+    """Compare the files that the tree holds with those of its capture; return those that have grown.
+
+    CRIU compares sizes too, one file at a time and only after it has begun.
+    """
+    grown, mismatches = [], []
+    for file in image.regular_files():
+        if file.size_bytes is None or file.path.startswith(("/proc/", "/sys/")):
+            continue
+        found = _lstat(keeper.root_fd, file.path)
+        if found is None or not stat.S_ISREG(found.st_mode):
+            mismatches.append(f"{file.path}: expected the file of {file.size_bytes} bytes that was open, found none")
+        elif found.st_size > file.size_bytes and file.writable:
+            grown.append(file.path)
+        elif found.st_size != file.size_bytes:
+            mismatches.append(f"{file.path}: expected {file.size_bytes} bytes, found {found.st_size}")
+    if mismatches:
+        raise AdmissionError("files that the captured processes had open are not what they were:", mismatches)
+    return tuple(grown)
+
+
+def _exists(proc_fd: int, pid: int) -> bool:
+    try:
+        os.stat(str(pid), dir_fd=proc_fd)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _await_pids(proc_fd: int, pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + PIDS_FREE_S
+    while taken := [pid for pid in pids if _exists(proc_fd, pid)]:
+        if time.monotonic() > deadline:
+            raise AdmissionError(
+                f"captured pids are taken by other processes: {', '.join(map(str, taken[:8]))}; end them, or restore "
+                'with process.namespace = "private", where every captured pid is free'
+            )
+        time.sleep(POLL_S)
+
+
+def _parent(proc_fd: int, pid: int) -> int:
+    try:
+        fd = os.open(f"{pid}/stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc_fd)
+        with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _end_restored(keeper: TreeKeeper, pids: Iterable[int]) -> None:
+    """Kill what a thaw has left: processes with a captured pid that descend from the keeper."""
+    owners = {1} if keeper.private else {keeper.keeper_pid, keeper.guard_pid}
+    for pid in pids:
+        above = pid
+        while above > 1 and above not in owners:
+            above = _parent(keeper.proc_fd, above)
+        if above in owners and pid not in owners:
+            end_process(keeper.proc_fd, pid)
+
+
+def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeout_s: float) -> ThawedTree:
+    """Bring a staged tree back under its keeper.
+
+    Args:
+        keeper: With an operation of ours in flight.
+        criu: The executable.
+        staged: From :func:`stage_tree`.
+        timeout_s: Deadline, s.
+
+    Returns:
+        The tree. The keeper has adopted its root.
+
+    Raises:
+        AdmissionError: Captured pids are taken, or files it had open have changed.
+        DriverError: CRIU refused.
+        StepTimeout: The deadline passed.
+    """
+    began = time.monotonic()
+    pids: tuple[int, ...] = ()
+    try:
+        with opened_directory(staged.capsule_dir / IMAGES) as images_fd, opened_directory(keeper.work_dir) as work_fd:
+            captured = read_pids(images_fd)
+            image_bytes = sum(os.stat(name, dir_fd=images_fd).st_size for name in os.listdir(images_fd))
+            grown = _check_files(keeper, staged.image)
+            staged.image.forget_sizes(grown)
+            _await_pids(keeper.proc_fd, captured)
+            pids, waited = captured, time.monotonic()
+            replace = {FilesImage.NAME: staged.image.encode()} if grown or staged.ports.changes else {}
+            root = Criu(criu, keeper).restore(
+                images_fd=images_fd, work_fd=work_fd, timeout_s=timeout_s, replace=replace
+            )
+            thawed = time.monotonic()
+            keeper.adopt(root)
+    except BaseException:
+        _end_restored(keeper, pids)
+        remove_volatile(keeper.root_fd, staged.volatile.entries)
+        raise
+    finally:
+        staged.release()
+    return ThawedTree(
+        root_pid=root,
+        pids=captured,
+        listeners=staged.listeners,
+        nvidia_pids=staged.record.nvidia_pids,
+        image_bytes=image_bytes,
+        thaw_s=thawed - waited,
+        wait_s=waited - began,
+        grown=grown,
+    )
