@@ -21,6 +21,7 @@ class Birth(NamedTuple):
     work_fd: int
     root_fd: int
     private: bool
+    labels: dict[str, str]
     listener: socket.socket
     first: socket.socket
     link: socket.socket

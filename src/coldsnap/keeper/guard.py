@@ -57,12 +57,12 @@ def _answer(first: socket.socket, kind: str, sentence: str) -> None:
 def _guard(first: socket.socket, *, run_dir: str, private: bool, labels: dict[str, str]) -> None:
     dir_fd = _claim(run_dir)
     try:
-        birth, link = _prepare(first, run_dir, dir_fd, private=private)
+        birth, link = _prepare(first, run_dir, dir_fd, private=private, labels=labels)
         child = _fork(birth, link)
     except BaseException:
         _remove(run_dir, dir_fd)
         raise
-    final = _await_end(birth, link, child, labels)
+    final = _await_end(birth, link, child)
     _conclude(birth, child, final)
 
 
@@ -119,7 +119,9 @@ def _open_root() -> int:
     return os.open("/", layout.DIRECTORY)
 
 
-def _prepare(first: socket.socket, run_dir: str, dir_fd: int, *, private: bool) -> tuple[Birth, socket.socket]:
+def _prepare(
+    first: socket.socket, run_dir: str, dir_fd: int, *, private: bool, labels: dict[str, str]
+) -> tuple[Birth, socket.socket]:
     for name in (layout.RANK, layout.WORK):
         os.mkdir(name, 0o700, dir_fd=dir_fd)
     rank_fd = layout.open_directory(layout.RANK, dir_fd=dir_fd)
@@ -139,6 +141,7 @@ def _prepare(first: socket.socket, run_dir: str, dir_fd: int, *, private: bool) 
         work_fd=work_fd,
         root_fd=_open_root(),
         private=private,
+        labels=labels,
         listener=_listen(dir_fd),
         first=first,
         link=theirs,
@@ -183,7 +186,7 @@ def _fork(birth: Birth, link: socket.socket) -> int:
     return child
 
 
-def _await_end(birth: Birth, link: socket.socket, child: int, labels: dict[str, str]) -> dict[str, Any] | None:
+def _await_end(birth: Birth, link: socket.socket, child: int) -> dict[str, Any] | None:
     """Tell the world of the keeper, then wait for its last word; None when it died without one."""
 
     def on_term(_number: int, _frame: object) -> None:
@@ -198,7 +201,7 @@ def _await_end(birth: Birth, link: socket.socket, child: int, labels: dict[str, 
             birth.first, "privilege" if refused else "os", f"{reason}; {namespaces.NEED}" if refused else str(reason)
         )
         return {"final": "stopped"}
-    _introduce(birth, child, labels)
+    _introduce(birth, child)
     birth.first.close()
     wire.send(link, {"keeper_pid": child})
     return _hear(link)
@@ -212,7 +215,7 @@ def _hear(link: socket.socket) -> dict[str, Any] | None:
     return None if received is None else received[0]
 
 
-def _introduce(birth: Birth, child: int, labels: dict[str, str]) -> None:
+def _introduce(birth: Birth, child: int) -> None:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
         boot_id = stream.read().strip()
     value = {
@@ -222,7 +225,7 @@ def _introduce(birth: Birth, child: int, labels: dict[str, str]) -> None:
         "keeper": {"pid": child, "start_ticks": start_time(child)},
         "boot_id": boot_id,
         "namespace": "private" if birth.private else "host",
-        "labels": labels,
+        "labels": birth.labels,
         "created_unix_ns": time.time_ns(),
     }
     layout.write_json(birth.dir_fd, layout.KEEPER_FILE, value)

@@ -346,6 +346,7 @@ class Operations:
             "namespace": "private" if self.birth.private else "host",
             "tree_dir": self.birth.tree_dir,
             "tmp_dir": self.birth.tmp_dir,
+            "labels": self.birth.labels,
             "state": self._state,
         }
 
