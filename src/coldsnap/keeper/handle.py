@@ -201,8 +201,9 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) ->
-    None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._detached:
             self.stop()
 
@@ -277,5 +278,3 @@ def _dead(name: str, run_dir: Path, found: PostMortem) -> EngineStatus:
         interrupted=interrupted,
         story=found.story,
     )
-
-
