@@ -83,8 +83,9 @@ class Canary:
 
     def alive(self) -> bool:
         """Say whether the process, first or thawed, runs; one that is only a zombie does not."""
-        if self._process.returncode is None:
-            self._process.poll()
+        return self._process.poll() is None or self._thawed()
+
+    def _thawed(self) -> bool:
         try:
             line = Path(f"/proc/{self.pid}/cmdline").read_bytes()
         except OSError:
@@ -113,11 +114,11 @@ class Canary:
 
     def kill(self) -> None:
         """Kill the process, first or thawed."""
-        if self.alive():
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        elif self._thawed():
             os.kill(self.pid, signal.SIGKILL)
-        self._process.poll()
-        if self._process.returncode is None:
-            self._process.wait(5)
 
 
 class _Workload:

@@ -27,7 +27,7 @@ def _open_directory(directory: Path | None) -> int:
     try:
         descriptor = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in {errno.ENOTDIR, errno.ELOOP}:
+        if error.errno in {errno.ENOTDIR, errno.ELOOP} and path.parent.is_dir():
             raise AdmissionError(
                 f"the cache directory {path} is no directory but a link or a file; {ADVICE}"
             ) from error

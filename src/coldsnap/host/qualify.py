@@ -101,11 +101,11 @@ def criu_probes(criu: CriuFacts | None, directory: Path, deadline: float) -> lis
     if criu is None:
         reason = "no CRIU that is new enough and passes its check"
         return [FeatureResult(name=name, status="unsupported", reason=reason) for name in (template, tree)]
-    with Canary(directory / "criu", deadline) as canary:
-        first = _attempt(template, lambda: _template(criu.path, canary, directory / "template"))
-        if first.status != "passed":
-            return [first, FeatureResult(name=tree, status="unqualified", reason="the template probe failed")]
-        return [first, _attempt(tree, lambda: _tree(criu.path, canary, directory / "tree"))]
+    # One process for each: only our own child is reaped by us, and a pid 1 that never reaps would keep a pid for ever.
+    with Canary(directory / template, deadline) as canary:
+        first = _attempt(template, lambda: _template(criu.path, canary, directory / "template-images"))
+    with Canary(directory / tree, deadline) as canary:
+        return [first, _attempt(tree, lambda: _tree(criu.path, canary, directory / "tree-images"))]
 
 
 def _template(criu: str, canary: Canary, images: Path) -> None:
