@@ -99,6 +99,11 @@ class TreeKeeper(Spawner, Protocol):
         ...
 
     @property
+    def rank_dir(self) -> Path:
+        """The directory shared with the tree, which sees it as ``tree_dir``."""
+        ...
+
+    @property
     def tree_dir(self) -> str:
         """The run directory as the tree sees it; it belongs to no capsule."""
         ...

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from attrs import field, frozen
 
@@ -29,7 +29,11 @@ GHOST_LIMIT_BYTES = 128 << 20
 FREEZE_TIMEOUT_S = 10
 LOG_LEVEL = 4
 LOG_TAIL_LINES = 20
-LOG_READ_BYTES = 64 << 10
+LOG_READ_BYTES = 4 << 20
+COMPLAINT = "Error ("
+NOISE = "Can't setup RLIMIT_NOFILE"
+"""Without CAP_SYS_RESOURCE CRIU complains that it cannot raise its own file limit, and goes on."""
+
 CHECK_TIMEOUT_S = 20.0
 
 Notify = Callable[[int], None]
@@ -57,22 +61,37 @@ class _Work:
 _NO_WORK = _Work()
 
 
+def _lines(directory_fd: int, name: str) -> list[str]:
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+    except OSError:
+        return []
+    with os.fdopen(fd, "rb") as log:
+        log.seek(max(0, os.fstat(fd).st_size - LOG_READ_BYTES))
+        lines = log.read().decode("utf-8", "replace").splitlines()
+    return [line for line in lines if NOISE not in line]
+
+
 def log_tail(directory_fd: int, name: str) -> str:
-    """Return the last lines of a log of CRIU, without the one line that means nothing.
+    """Return what a log of CRIU ends with, and the complaints before that.
+
+    Processes that CRIU restores write beside each other, so the reason often stands far above the end.
 
     Args:
         directory_fd: The directory it lies in.
         name: Its name.
     """
-    try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory_fd)
-    except OSError:
-        return ""
-    with os.fdopen(fd, "rb") as log:
-        log.seek(max(0, os.fstat(fd).st_size - LOG_READ_BYTES))
-        lines = log.read().decode("utf-8", "replace").splitlines()
-    # Without CAP_SYS_RESOURCE CRIU complains that it cannot raise its own file limit, and goes on.
-    return "\n".join([line for line in lines if "Can't setup RLIMIT_NOFILE" not in line][-LOG_TAIL_LINES:])
+    lines = _lines(directory_fd, name)
+    complaints = [line for line in lines[:-LOG_TAIL_LINES] if COMPLAINT in line]
+    return "\n".join([*complaints[:LOG_TAIL_LINES], *lines[-LOG_TAIL_LINES:]])
+
+
+def _reason(answer: Any, tail: str) -> str:
+    """Say in CRIU's words why it failed: its first error, unless that is the one that means nothing."""
+    first = answer.cr_errmsg.strip()
+    if not first or NOISE in first:
+        first = next((line for line in tail.splitlines() if COMPLAINT in line), "")
+    return first or os.strerror(answer.cr_errno or errno.EIO)
 
 
 class Criu:
@@ -115,29 +134,30 @@ class Criu:
         *,
         images_fd: int,
         work_fd: int,
-        leave: Literal["stopped", "running"],
         timeout_s: float,
         notify: Mapping[str, Notify] | None = None,
     ) -> None:
-        """Write the image of a process tree.
+        """Write the image of a process tree; the tree runs on, whatever happens.
+
+        CRIU could kill the tree or leave it stopped, but then its TCP connections stay in repair mode: a tree that is
+        continued later, because its artifact could not be committed, would find them dead. Who wants it stopped sends
+        SIGSTOP in ``post-dump``, while it is frozen; who wants it dead kills it when the artifact exists.
 
         Args:
             pid: The root, in the tree's pid namespace.
             images_fd: Directory for the image files.
             work_fd: Directory for ``dump.log`` and ``stats-dump``.
-            leave: What becomes of the tree after a dump that succeeded. After one that failed it runs on.
             timeout_s: Deadline, s.
             notify: By notification: ``pre-dump``, ``post-dump`` (the tree is frozen) and others. One that raises
                 undoes the dump; its exception is raised here.
 
         Raises:
-            DriverError: CRIU refused; the tree runs on.
-            StepTimeout: The deadline passed; the tree runs on.
+            DriverError: CRIU refused.
+            StepTimeout: The deadline passed.
         """
         options = {"pid": pid, "log_file": "dump.log", "timeout": max(1, min(FREEZE_TIMEOUT_S, int(timeout_s)))}
-        options |= {"leave_running": leave == "running", "leave_stopped": leave == "stopped"}
         # A connection that nobody accepted yet would make the dump fail: its client sees a reset instead.
-        options |= {"tcp_skip_in_flight": True, "ghost_limit": GHOST_LIMIT_BYTES}
+        options |= {"leave_running": True, "tcp_skip_in_flight": True, "ghost_limit": GHOST_LIMIT_BYTES}
         fds = {IMAGES_FD: images_fd, WORK_FD: work_fd}
         self._work("DUMP", options, _Work(fds=fds, timeout_s=timeout_s, notify=notify or {}))
 
@@ -191,22 +211,23 @@ class Criu:
         request = request if request is not None else message("criu_req")()
         request.type = enum_value("criu_req_type", command)
         verb = command.lower().replace("_", "-")
-        answer, raised = None, None
+        failure: str | None = None
         with local_spawner() if self._spawner is None else nullcontext(self._spawner) as spawner:
             session = Session(spawner, self.path, verb, work.timeout_s, work.fds)
             try:
                 work.started(session.pid)
                 answer, raised = session.converse(request, work.notify)
-                reason = "" if answer.success else answer.cr_errmsg.strip() or os.strerror(answer.cr_errno or errno.EIO)
             except ConnectionError as error:
-                reason = f"its process ended without an answer ({error})"
+                failure = f"its process ended without an answer ({error})"
             finally:
                 session.end()
-        if raised is not None:
-            raise raised
-        if reason:
-            tail = log_tail(work.fds[WORK_FD], f"{verb}.log") if WORK_FD in work.fds else ""
-            raise DriverError(f"criu {verb} failed: {reason}", command=f"{self.path} {verb}", log_tail=tail)
+        tail = log_tail(work.fds[WORK_FD], f"{verb}.log") if WORK_FD in work.fds else ""
+        if failure is None:
+            if raised is not None:
+                raise raised
+            failure = None if answer.success else _reason(answer, tail)
+        if failure is not None:
+            raise DriverError(f"criu {verb} failed: {failure}", command=f"{self.path} {verb}", log_tail=tail)
         return answer
 
 

@@ -24,14 +24,18 @@ from coldsnap.drivers.criu import Criu
 from coldsnap.drivers.images import DumpStats, FilesImage, read_pids, read_stats
 from coldsnap.drivers.sockets import TcpSocket
 from coldsnap.drivers.tree_record import TreeRecord, write_tree_record
-from coldsnap.drivers.volatile import ROOT, remove_volatile, save_volatile
+from coldsnap.drivers.volatile import ROOT, save_volatile
 from coldsnap.drivers.volatile_index import VolatileFiles
+from coldsnap.errors import DriverError
 
 __all__ = ["IMAGES", "DumpedTree", "dump_tree", "opened_directory"]
 
 IMAGES = "images"
 LINK_REMAP = "link_remap."
 """CRIU gives a file whose name is gone, but not its inode, a name that starts like this."""
+
+STOPPED_S = 5.0
+POLL_S = 0.002
 
 
 @frozen(kw_only=True)
@@ -40,7 +44,7 @@ class DumpedTree:
 
     Attributes:
         root_pid: In the tree's pid namespace.
-        pids: Every pid and thread id that a restore will claim, the root first.
+        pids: Every process, the root first.
         nvidia_pids: Processes whose device state was checkpointed, children first.
         listeners: TCP sockets that accept connections.
         image_bytes: Size of CRIU's files.
@@ -84,11 +88,11 @@ def opened_directory(path: Path | str) -> Iterator[int]:
         os.close(fd)
 
 
-class _VolatileCopy:
-    """Copies the volatile files when CRIU says that the image is complete and everything stands still."""
+class _WhileFrozen:
+    """What is done when CRIU says that the image is complete, and everything still stands still."""
 
-    def __init__(self, keeper: TreeKeeper, images_fd: int, capsule_fd: int) -> None:
-        self._keeper, self._images_fd, self._capsule_fd = keeper, images_fd, capsule_fd
+    def __init__(self, keeper: TreeKeeper, images_fd: int, capsule_fd: int, *, stop: bool) -> None:
+        self._keeper, self._images_fd, self._capsule_fd, self._stop = keeper, images_fd, capsule_fd, stop
         self.saved = VolatileFiles(entries=())
         self.seconds = 0.0
 
@@ -97,6 +101,10 @@ class _VolatileCopy:
         skip = (self._keeper.tree_dir,)
         self.saved = save_volatile(self._keeper.root_fd, self._capsule_fd, self._paths(), skip=skip)
         self.seconds = time.monotonic() - began
+        if self._stop:
+            # Taken when CRIU lets go of the processes, before they do anything else. CRIU's own leave-stopped keeps TCP
+            # connections in repair mode, dead for a tree that is to run on (see Criu.dump).
+            self._keeper.signal(signal.SIGSTOP, whom="tree")
 
     def _paths(self) -> set[str]:
         opened = {file.path for file in FilesImage.read(self._images_fd).regular_files()}
@@ -107,10 +115,13 @@ class _VolatileCopy:
         roots = (f"{ROOT}/", f"{self._keeper.tmp_dir}/")
         return remapped | {path for path in opened if path.startswith(roots)}
 
-    def remove_remaps(self) -> None:
-        """Remove the names that CRIU made: it leaves them when the tree stays stopped, for a restore to use up."""
-        names = [entry for entry in self.saved.entries if posixpath.basename(entry.path).startswith(LINK_REMAP)]
-        remove_volatile(self._keeper.root_fd, names)
+
+def _await_stopped(keeper: TreeKeeper) -> None:
+    deadline = time.monotonic() + STOPPED_S
+    while running := [process.pid for process in keeper.tree() if process.state not in "TZ"]:
+        if time.monotonic() > deadline:
+            raise DriverError(f"the processes {running} did not stop after the dump", command="stop the tree")
+        time.sleep(POLL_S)
 
 
 def _continue(keeper: TreeKeeper, stopped_before: set[int]) -> None:
@@ -130,8 +141,8 @@ def dump_tree(
     """Write the image of a tree, and its volatile files, into a capsule.
 
     Args:
-        keeper: The tree's, with an operation of ours in flight. For ``leave="stopped"`` it must hold the undo entry that
-            continues the tree when the caller dies.
+        keeper: The tree's, with an operation of ours in flight. For ``leave="stopped"`` it must hold the undo entry
+            that continues the tree when the caller dies.
         criu: The executable.
         capsule_dir: An empty directory.
         leave: What becomes of the tree afterwards.
@@ -154,7 +165,7 @@ def dump_tree(
         opened_directory(capsule_dir / IMAGES) as images_fd,
         opened_directory(keeper.work_dir) as work_fd,
     ):
-        copy = _VolatileCopy(keeper, images_fd, capsule_fd)
+        frozen_work = _WhileFrozen(keeper, images_fd, capsule_fd, stop=leave == "stopped")
         command = Criu(criu, keeper)
         stopped_before = {process.pid for process in keeper.tree() if process.state == "T"}
         began = time.monotonic()
@@ -163,15 +174,14 @@ def dump_tree(
                 audit.pids[0],
                 images_fd=images_fd,
                 work_fd=work_fd,
-                leave=leave,
                 timeout_s=timeout_s,
-                notify={"post-dump": copy},
+                notify={"post-dump": frozen_work},
             )
+            if leave == "stopped":
+                _await_stopped(keeper)
         except BaseException:
             _continue(keeper, stopped_before)
             raise
-        finally:
-            copy.remove_remaps()
         dump_s = time.monotonic() - began
         write_tree_record(capsule_fd, TreeRecord(nvidia_pids=nvidia_pids))
         return DumpedTree(
@@ -180,9 +190,9 @@ def dump_tree(
             nvidia_pids=nvidia_pids,
             listeners=tuple(each for each in FilesImage.read(images_fd).tcp_sockets() if each.listening),
             image_bytes=sum(os.stat(name, dir_fd=images_fd).st_size for name in os.listdir(images_fd)),
-            volatile=copy.saved,
+            volatile=frozen_work.saved,
             criu_version=Criu(criu).version(),
             dump_s=dump_s,
-            volatile_s=copy.seconds,
+            volatile_s=frozen_work.seconds,
             stats=read_stats(work_fd),
         )

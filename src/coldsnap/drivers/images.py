@@ -20,7 +20,7 @@ from coldsnap.drivers.messages import enum_value, message
 from coldsnap.drivers.sockets import TcpSocket, to_address, to_words
 from coldsnap.errors import FormatError
 
-__all__ = ["DumpStats", "FilesImage", "RegularFile", "read_entries", "read_pids", "read_stats"]
+__all__ = ["DumpStats", "FilesImage", "RegularFile", "read_claims", "read_entries", "read_pids", "read_stats"]
 
 COMMON_MAGIC, SERVICE_MAGIC = 0x54564319, 0x55105940
 KINDS = {
@@ -134,12 +134,17 @@ def encode_entries(name: str, entries: Iterable[Any]) -> bytes:
 
 
 class FilesImage:
-    """files.img: every file, socket and pipe that some process of the tree holds."""
+    """files.img: every file, socket and pipe that some process of the tree holds.
+
+    Attributes:
+        edited: Whether it differs from what was read.
+    """
 
     NAME = "files.img"
 
     def __init__(self, entries: list[Any], remapped: frozenset[int]) -> None:
         self._entries, self._remapped = entries, remapped
+        self.edited = False
         self._regular = enum_value("fd_types", "REG")
         self._inet = enum_value("fd_types", "INETSK")
 
@@ -180,6 +185,7 @@ class FilesImage:
         """Give the socket with that inode other addresses and ports."""
         for isk in self._inet_entries():
             if isk.ino == moved.inode:
+                self.edited = True
                 isk.src_port, isk.dst_port = moved.port, moved.peer_port
                 isk.src_addr[:], isk.dst_addr[:] = to_words(moved.address), to_words(moved.peer_address)
 
@@ -203,19 +209,29 @@ class FilesImage:
         wanted = set(paths)
         for reg in self._regular_entries():
             if f"/{reg.name.lstrip('/')}" in wanted:
+                self.edited |= reg.HasField("size")
                 reg.ClearField("size")
 
 
 def read_pids(directory_fd: int) -> tuple[int, ...]:
-    """Return every pid and thread id that a restore will claim, the root first.
+    """Return the pid of every process, the root first.
 
     Args:
         directory_fd: The directory of images.
     """
-    found: dict[int, None] = {}
+    return tuple(entry.pid for entry in read_entries(directory_fd, "pstree.img"))
+
+
+def read_claims(directory_fd: int) -> tuple[int, ...]:
+    """Return every pid and thread id that a restore will claim: threads draw from the same numbers.
+
+    Args:
+        directory_fd: The directory of images.
+    """
+    claims: dict[int, None] = {}
     for entry in read_entries(directory_fd, "pstree.img"):
-        found |= dict.fromkeys((entry.pid, *entry.threads))
-    return tuple(found)
+        claims |= dict.fromkeys((entry.pid, *entry.threads))
+    return tuple(claims)
 
 
 def read_stats(work_fd: int) -> DumpStats | None:

@@ -27,8 +27,7 @@ from coldsnap.drivers.audit import Audit, audit_tree
 from coldsnap.drivers.base import TreeKeeper
 from coldsnap.drivers.dump import DumpedTree, dump_tree, opened_directory
 from coldsnap.drivers.rebind import Rebind
-from coldsnap.drivers.thaw import StagedTree, ThawedTree, thaw_tree
-from coldsnap.drivers.thaw import stage_tree as stage
+from coldsnap.drivers.thaw import StagedTree, ThawedTree, stage_tree, thaw_tree
 from coldsnap.drivers.volatile import remove_volatile
 from coldsnap.drivers.volatile_index import VolatileFiles
 
@@ -42,7 +41,7 @@ __all__ = [
     "dump_tree",
     "prepare_dump",
     "remove_leftovers",
-    "stage",
+    "stage_tree",
     "thaw_tree",
 ]
 

@@ -55,11 +55,6 @@ class PortMap:
         """Only the ports that change."""
         return {old: new for old, new in self.ports.items() if old != new}
 
-    @property
-    def changes(self) -> bool:
-        """Whether any socket moves."""
-        return bool(self.moved) or (self.rebind is not None and self.rebind.to_address is not None)
-
 
 @frozen
 class Reservation:
@@ -156,12 +151,23 @@ def choose_ports(
         if not any(each.listening and each.port == rebind.port for each in sockets):
             listening = sorted({each.port for each in sockets if each.listening})
             raise AdmissionError(f"the image has no listener on port {rebind.port}: it listens on {listening}")
+        _require_family(sockets, rebind)
         ports[rebind.port] = _api_port(held, rebind, wanted.pop(rebind.port))
     for old, addresses in wanted.items():
         free = old not in tied and old not in ports.values()
         found = _reserve(held, old, addresses) if free else None
         ports[old] = found or _other_port(held, old, addresses, {*ports.values(), *wanted})
     return PortMap(ports=ports, rebind=rebind)
+
+
+def _require_family(sockets: Iterable[TcpSocket], rebind: Rebind) -> None:
+    for each in sockets:
+        captured, wanted = ipaddress.ip_address(each.address), ipaddress.ip_address(rebind.to_address or each.address)
+        if each.listening and each.port == rebind.port and captured.version != wanted.version:
+            raise AdmissionError(
+                f"the captured engine listens on {captured}, an IPv{captured.version} address, and cannot be moved to "
+                f"{wanted}; choose an address of the same family"
+            )
 
 
 def _api_port(held: Reservation, rebind: Rebind, addresses: Mapping[str, bool]) -> int:

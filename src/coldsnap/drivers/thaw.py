@@ -17,7 +17,7 @@ from attrs import field, frozen
 from coldsnap.drivers.base import TreeKeeper, end_process
 from coldsnap.drivers.criu import Criu
 from coldsnap.drivers.dump import IMAGES, opened_directory
-from coldsnap.drivers.images import FilesImage, read_pids
+from coldsnap.drivers.images import FilesImage, read_claims, read_pids
 from coldsnap.drivers.rebind import PortMap, Rebind, Reservation, choose_ports, move_ports
 from coldsnap.drivers.sockets import TcpSocket, read_tcp
 from coldsnap.drivers.tree_record import TreeRecord, read_tree_record
@@ -67,7 +67,7 @@ class ThawedTree:
 
     Attributes:
         root_pid: In the tree's pid namespace.
-        pids: Every pid and thread id it has.
+        pids: Every process, the root first.
         listeners: Where it listens.
         nvidia_pids: Processes whose device state is to be restored, children first.
         image_bytes: Size of CRIU's files.
@@ -114,6 +114,7 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) 
             image = FilesImage.read(images_fd)
             ports = choose_ports(image.tcp_sockets(), read_tcp(proc_fd, os.getpid()), rebind, held)
             move_ports(image, ports)
+            _make_logs(keeper, image)
         with opened_directory(capsule_dir) as capsule_fd:
             volatile, record = read_index(capsule_fd), read_tree_record(capsule_fd)
             put_back(volatile, keeper.root_fd, capsule_fd)
@@ -132,11 +133,20 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) 
     )
 
 
-def _lstat(root_fd: int, path: str) -> os.stat_result | None:
+def _stat(root_fd: int, path: str) -> os.stat_result | None:
     try:
         return os.stat(path.lstrip("/"), dir_fd=root_fd)
     except OSError:
         return None
+
+
+def _make_logs(keeper: TreeKeeper, image: FilesImage) -> None:
+    """Make the logs that the tree held open in its run directory: a fresh one has none yet, and CRIU opens by path."""
+    for file in image.regular_files():
+        directory, _, name = file.path.rpartition("/")
+        if file.writable and directory == keeper.tree_dir:
+            os.close(os.open(keeper.rank_dir / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            image.forget_sizes([file.path])
 
 
 def _check_files(keeper: TreeKeeper, image: FilesImage) -> tuple[str, ...]:
@@ -146,11 +156,13 @@ def _check_files(keeper: TreeKeeper, image: FilesImage) -> tuple[str, ...]:
     """
     grown, mismatches = [], []
     for file in image.regular_files():
-        if file.size_bytes is None or file.path.startswith(("/proc/", "/sys/")):
+        if file.path.startswith(("/proc/", "/sys/")):
             continue
-        found = _lstat(keeper.root_fd, file.path)
+        found = _stat(keeper.root_fd, file.path)
         if found is None or not stat.S_ISREG(found.st_mode):
-            mismatches.append(f"{file.path}: expected the file of {file.size_bytes} bytes that was open, found none")
+            mismatches.append(f"{file.path}: expected the regular file that was open, found none")
+        elif file.size_bytes is None:
+            continue
         elif found.st_size > file.size_bytes and file.writable:
             grown.append(file.path)
         elif found.st_size != file.size_bytes:
@@ -221,12 +233,13 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
     try:
         with opened_directory(staged.capsule_dir / IMAGES) as images_fd, opened_directory(keeper.work_dir) as work_fd:
             captured = read_pids(images_fd)
+            claims = read_claims(images_fd)
             image_bytes = sum(os.stat(name, dir_fd=images_fd).st_size for name in os.listdir(images_fd))
             grown = _check_files(keeper, staged.image)
             staged.image.forget_sizes(grown)
-            _await_pids(keeper.proc_fd, captured)
+            _await_pids(keeper.proc_fd, claims)
             pids, waited = captured, time.monotonic()
-            replace = {FilesImage.NAME: staged.image.encode()} if grown or staged.ports.changes else {}
+            replace = {FilesImage.NAME: staged.image.encode()} if staged.image.edited else {}
             root = Criu(criu, keeper).restore(
                 images_fd=images_fd, work_fd=work_fd, timeout_s=timeout_s, replace=replace
             )
