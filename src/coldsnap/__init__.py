@@ -1,1 +1,103 @@
-"""Capture a warmed-up LLM inference engine and restore it in seconds, answering exactly as before."""
+"""Capture a warmed-up LLM inference engine and restore it in seconds, answering exactly as before.
+
+::
+
+    import coldsnap as cs
+
+    engine = cs.VLLM("Qwen/Qwen3-8B", revision="<40 hex>", python="/opt/vllm/bin/python")
+    facts = cs.probe()
+    capture = cs.Capture(engine, output="artifacts/qwen3-8b", placement=cs.local(port=8000))
+    cs.execute(cs.resolve(cs.Policy(), capture, facts), on_event=cs.progress())
+
+    artifact = cs.Artifact.open("artifacts/qwen3-8b")
+    report = cs.execute(cs.resolve(cs.Policy(), cs.Restore(artifact, placement=cs.local(port=8001)), cs.probe()))
+    report.engine.endpoint.url
+
+The one rule: importing this module imports nothing heavy; every name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coldsnap import errors
+    from coldsnap.artifact import Artifact
+    from coldsnap.engines.vllm import VLLM
+    from coldsnap.errors import AdmissionError, ColdSnapError, PolicyError
+    from coldsnap.execute import execute
+    from coldsnap.host.facts import Facts
+    from coldsnap.host.probe import probe
+    from coldsnap.host.qualify import qualify_host
+    from coldsnap.keeper.handle import Engine
+    from coldsnap.operation import Capture, Launch, Placement, Restore, Stop, local
+    from coldsnap.plan import Plan
+    from coldsnap.policy import IO, Compatibility, Graphs, Policy, Process, Weights
+    from coldsnap.progress import progress
+    from coldsnap.receipts import Report
+    from coldsnap.resolve import resolve
+
+_HOMES = {
+    "coldsnap.artifact": ("Artifact",),
+    "coldsnap.engines.vllm": ("VLLM",),
+    "coldsnap.errors": ("AdmissionError", "ColdSnapError", "PolicyError"),
+    "coldsnap.execute": ("execute",),
+    "coldsnap.host.facts": ("Facts",),
+    "coldsnap.host.probe": ("probe",),
+    "coldsnap.host.qualify": ("qualify_host",),
+    "coldsnap.keeper.handle": ("Engine",),
+    "coldsnap.operation": ("Capture", "Launch", "Placement", "Restore", "Stop", "local"),
+    "coldsnap.plan": ("Plan",),
+    "coldsnap.policy": ("IO", "Compatibility", "Graphs", "Policy", "Process", "Weights"),
+    "coldsnap.progress": ("progress",),
+    "coldsnap.receipts": ("Report",),
+    "coldsnap.resolve": ("resolve",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "IO",
+    "VLLM",
+    "AdmissionError",
+    "Artifact",
+    "Capture",
+    "ColdSnapError",
+    "Compatibility",
+    "Engine",
+    "Facts",
+    "Graphs",
+    "Launch",
+    "Placement",
+    "Plan",
+    "Policy",
+    "PolicyError",
+    "Process",
+    "Report",
+    "Restore",
+    "Stop",
+    "Weights",
+    "errors",
+    "execute",
+    "local",
+    "probe",
+    "progress",
+    "qualify_host",
+    "resolve",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return import_module("coldsnap.errors")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'coldsnap' has no attribute {name!r}")
+    # ``resolve``, ``execute`` and ``progress`` are functions in modules of the same name: importing the submodule binds
+    # the module to this package, so the function is put in its place.
+    value: object = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

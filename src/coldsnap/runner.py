@@ -95,7 +95,6 @@ class _Teller:
 
     def settle(self, step: Step, receipt: Receipt) -> str:
         """Add the step's duration to its receipt, file it, and return its line."""
-
         seconds = self._report.timeline.between(step.id)
         self._report.receipts.append(evolve(receipt, step=step.id, seconds=seconds))
         return ": ".join(part for part in (receipt.effective, receipt.reason) if part)

@@ -68,6 +68,7 @@ class AdmitHost(_Base):
     boot_id: str
     criu: str
     criu_digest: str
+    namespace: Literal["private", "host"]
 
 
 @frozen(kw_only=True)
@@ -129,7 +130,7 @@ class LaunchEngine(_Base):
     argv: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     cwd: str
-    namespace: str
+    namespace: Literal["private", "host"]
     name: str
     run_dir: str
     address: str
@@ -235,7 +236,7 @@ class StartKeeper(_Base):
     """Start the keeper that will own the restored tree."""
 
     phase: ClassVar[Phase] = "THAW"
-    namespace: str
+    namespace: Literal["private", "host"]
     name: str
     run_dir: str
 

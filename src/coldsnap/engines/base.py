@@ -72,6 +72,9 @@ class Engine(Protocol):
     def user_seeded(self) -> bool:
         """Return whether the user chose a seed; generators are then left alone after a restore."""
 
+    def eager(self) -> Engine:
+        """Return the same engine without CUDA graphs."""
+
     def refusals(self, *, gpu: bool) -> tuple[UnsupportedError, ...]:
         """Return what this library cannot do with this specification, without looking at the machine."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from attrs import field, frozen
 
@@ -18,12 +18,14 @@ from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import LaunchCommand
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.model import ModelIdentity
+from coldsnap.engines.specs import register
 from coldsnap.errors import UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
 __all__ = ["ReferenceEngine"]
 
 
+@register
 @frozen(kw_only=True)
 class ReferenceEngine:
     """A small torch server.
@@ -64,6 +66,10 @@ class ReferenceEngine:
         """Return whether the user chose a seed."""
         return self.seed is not None
 
+    def eager(self) -> Self:
+        """Return the same engine: it has no graphs."""
+        return self
+
     def refusals(self, *, gpu: bool = False) -> tuple[UnsupportedError, ...]:
         """Refuse GPUs; everything else can be captured."""
         if gpu:
@@ -85,7 +91,7 @@ class ReferenceEngine:
         """
         env = {**environ, **self.env}
         return inspect_environment(
-            self.python, distributions=("torch", "numpy"), environ=env, cwd=self.cwd, timeout_s=timeout_s
+            self.python, engine=("torch",), others=("numpy",), environ=env, cwd=self.cwd, timeout_s=timeout_s
         )
 
     def admit(self, environment: EngineEnvironment) -> None:

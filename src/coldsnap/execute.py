@@ -1,0 +1,156 @@
+"""Run a plan: the only place that acts.
+
+One branch for each step class; mypy proves that none is missing. The sequence is the plan's, the acting is done by the
+packages that the steps are named after, and what is chosen is chosen among the options that the plan lists.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import assert_never
+
+from coldsnap import capturing, restoring
+from coldsnap.errors import ColdSnapError, StepError
+from coldsnap.plan import Plan
+from coldsnap.receipts import Event, EventSink, Receipt, Report
+from coldsnap.runner import FaultPoint, run
+from coldsnap.session import Session
+from coldsnap.steps import (
+    AdmitArtifact,
+    AdmitEngine,
+    AdmitHost,
+    AdmitOutput,
+    AdmitPlacement,
+    AttachEngine,
+    AwaitReady,
+    CheckpointCuda,
+    CommitArtifact,
+    CompareAnswer,
+    DumpTree,
+    HandOver,
+    LaunchEngine,
+    LockCuda,
+    Quiesce,
+    Reconnect,
+    RecordAnswer,
+    RestoreCuda,
+    SealArtifact,
+    SettleWorkload,
+    StageCapsule,
+    StartKeeper,
+    Step,
+    StopEngine,
+    ThawTree,
+    UnlockCuda,
+    VerifyFiles,
+)
+
+__all__ = ["execute"]
+
+
+def execute(plan: Plan, *, on_event: EventSink | None = None, fault_point: FaultPoint | None = None) -> Report:
+    """Do what the plan says.
+
+    Args:
+        plan: From ``resolve``.
+        on_event: Called at the start and end of every step; ``progress()`` gives one that prints.
+        fault_point: Called before and after every step with its id; for tests of failures.
+
+    Returns:
+        The report: receipts, timeline, the engine that runs now.
+
+    Raises:
+        AdmissionError: Refused before anything was started.
+        ArtifactError: Bytes at rest are not what they should be.
+        StepError: A step failed after something had been started; ``.report`` tells everything, ``.report.workload``
+            what became of the workload. Other errors carry the report as ``.report`` too.
+    """
+    report = Report(operation=plan.operation, plan=plan)
+    session = Session(plan=plan, report=report)
+    _tell(on_event, Event(kind="plan", text=plan.subject, total=len(plan.steps)))
+    try:
+        run(plan, lambda step: _act(session, step), report, on_event=on_event, fault_point=fault_point)
+    except BaseException as error:
+        _fail(session, error)
+        _tell(on_event, Event(kind="done", status="error", at_ns=report.timeline.now_ns(), text=report.workload))
+        raise
+    session.close()
+    report.state = "succeeded"
+    _tell(on_event, Event(kind="done", at_ns=report.timeline.now_ns(), text=report.workload))
+    return report
+
+
+def _fail(session: Session, error: BaseException) -> None:
+    report = session.report
+    try:
+        report.workload = session.undo()
+    finally:
+        session.close()
+    report.state, report.error = "failed", str(error) or type(error).__name__
+    if isinstance(error, StepError):
+        error.report = report
+    elif isinstance(error, ColdSnapError):
+        error.__dict__["report"] = report
+    error.add_note(report.workload)
+
+
+def _tell(sink: EventSink | None, event: Event) -> None:
+    if sink is not None:
+        with suppress(Exception):  # a progress display must never fail an operation
+            sink(event)
+
+
+def _act(session: Session, step: Step) -> Receipt:
+    match step:
+        case AdmitHost():
+            return capturing.admit_host(session, step)
+        case AdmitOutput():
+            return capturing.admit_output(session, step)
+        case AdmitEngine():
+            return capturing.admit_engine(session, step)
+        case AdmitPlacement():
+            return capturing.admit_placement(session, step)
+        case AdmitArtifact():
+            return restoring.admit_artifact(session, step)
+        case LaunchEngine():
+            return capturing.launch(session, step)
+        case AttachEngine():
+            return capturing.attach(session, step)
+        case AwaitReady():
+            return capturing.ready(session, step)
+        case RecordAnswer():
+            return capturing.record_answer(session, step)
+        case Quiesce():
+            return capturing.quiesce(session, step)
+        case LockCuda() | CheckpointCuda() | RestoreCuda() | UnlockCuda():
+            return _cuda(session, step)
+        case DumpTree():
+            return capturing.dump(session, step)
+        case SealArtifact():
+            return capturing.seal(session, step)
+        case CommitArtifact():
+            return capturing.commit(session, step)
+        case SettleWorkload():
+            return capturing.settle(session, step)
+        case StartKeeper():
+            return restoring.start_keeper(session, step)
+        case VerifyFiles():
+            return restoring.verify(session, step)
+        case StageCapsule():
+            return restoring.stage(session, step)
+        case ThawTree():
+            return restoring.thaw(session, step)
+        case Reconnect():
+            return restoring.reconnect(session, step)
+        case CompareAnswer():
+            return restoring.compare_answer(session, step)
+        case HandOver():
+            return capturing.hand_over(session, step)
+        case StopEngine():
+            return capturing.stop(session, step)
+        case _:
+            assert_never(step)
+
+
+def _cuda(session: Session, step: Step) -> Receipt:
+    raise ColdSnapError("cuda")

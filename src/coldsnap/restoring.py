@@ -1,0 +1,152 @@
+"""The steps of a restore: admit, stage, thaw, reconnect, compare.
+
+The one rule: verification runs beside the thaw, and no answer is accepted before it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from attrs import evolve
+
+from coldsnap.artifact import Artifact, Target
+from coldsnap.capturing import COMMAND, ENVIRONMENT, SPEC
+from coldsnap.describe import target_engine
+from coldsnap.drivers import n610
+from coldsnap.engines.acceptance import Answer, Question, compare
+from coldsnap.engines.environment import environment_still_is
+from coldsnap.engines.specs import EngineRecord, spec_from_text
+from coldsnap.errors import AdmissionError, CompatibilityError
+from coldsnap.keeper.client import Keeper
+from coldsnap.keeper.directive import Directive, Endpoint, read_directive, write_directive
+from coldsnap.keeper.rundir import new_name, run_dir_for
+from coldsnap.keeper.undo import KILL
+from coldsnap.policy import Compatibility
+from coldsnap.receipts import Receipt
+from coldsnap.session import Session
+from coldsnap.steps import AdmitArtifact, CompareAnswer, Reconnect, StageCapsule, StartKeeper, ThawTree, VerifyFiles
+
+__all__ = ["admit_artifact", "compare_answer", "reconnect", "stage", "start_keeper", "thaw", "verify"]
+
+
+def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
+    """Open the artifact that was planned for, and compare the engine's environment without starting anything."""
+    opened = Artifact.open(step.artifact)
+    if opened.digest != step.digest:
+        raise AdmissionError(
+            f"{step.artifact} is not the artifact of the plan: expected {step.digest}, found {opened.digest}; "
+            "resolve again"
+        )
+    (capsule,) = opened.descriptor.capsule.units
+    path = opened.path / capsule.path / "engine.json"
+    record = EngineRecord.from_text(path.read_text(), path=str(path))
+    engine = spec_from_text(record.spec)
+    changed = environment_still_is(record.environment)
+    userspace = opened.descriptor.compatibility.units[0].cuda_userspace
+    target = Target(units=(), engine=target_engine(engine, record.environment, cuda_userspace=userspace))
+    differs = [text for text in opened.check_compatibility(target, Compatibility()) if not text.startswith("unit ")]
+    if changed or differs:
+        raise CompatibilityError(f"the engine of {step.artifact} is not what was captured", [*differs, *changed])
+    session.artifact, session.engine, session.environment = opened, engine, record.environment
+    session.report.artifact = opened.path
+    return Receipt(
+        step=step.id, effective=f"{engine.kind} {opened.descriptor.engine.version}, {opened.descriptor.capture_id}"
+    )
+
+
+def start_keeper(session: Session, step: StartKeeper) -> Receipt:
+    """Start the keeper; until the hand-over a dead caller takes everything with it."""
+    opened = session.need(session.artifact, "an artifact")
+    captured = opened.descriptor.engine
+    (capsule,) = opened.descriptor.capsule.units
+    record = EngineRecord(spec="", environment=session.need(session.environment, "an environment"))
+    text = (opened.path / capsule.path / "engine.json").read_text()
+    labels = {
+        "engine": captured.kind,
+        "artifact": str(opened.path),
+        SPEC: EngineRecord.from_text(text, path="engine.json").spec,
+        ENVIRONMENT: evolve(record, spec=EngineRecord.from_text(text, path="engine.json").spec).to_text(),
+        COMMAND: json.dumps({"argv": captured.argv, "environment": dict(captured.environment), "cwd": captured.cwd}),
+    }
+    run_dir = step.run_dir or str(run_dir_for(step.name or new_name(captured.kind)))
+    if step.namespace == "host":
+        run_dir = str(Path(capsule.run_dir).parent)
+    session.keeper = keeper = Keeper.start(run_dir, namespace=step.namespace, labels=labels)
+    keeper.begin("restore", [KILL])
+    return Receipt(step=step.id, effective=f"{step.namespace} namespaces", reason=f"run directory {run_dir}")
+
+
+def verify(_: Session, step: VerifyFiles) -> Receipt:
+    """Compare every file with its evidence, or by digest; runs beside the thaw, and no answer is accepted before."""
+    admission = Artifact.open(step.artifact).verify(step.mode)
+    by_stat = sum(file.reason == "unchanged" for file in admission.files)
+    return Receipt(
+        step=step.id,
+        requested=step.mode,
+        effective=f"{by_stat} of {len(admission.files)} files unchanged by stat",
+        reason=f"{admission.bytes_hashed / 1e6:,.1f} MB digested",
+        bytes=admission.bytes_hashed,
+    )
+
+
+def stage(session: Session, step: StageCapsule) -> Receipt:
+    """Write the directive, put the volatile files back, move ports that are taken."""
+    opened = session.need(session.artifact, "an artifact")
+    keeper = session.living
+    (capsule,) = opened.descriptor.capsule.units
+    endpoint = Endpoint(host=step.address, port=step.port)
+    abi = opened.descriptor.engine.plugin_abi
+    write_directive(keeper.rank_dir, Directive.new(operation="restore", endpoint=endpoint, plugin_abi=abi))
+    (captured,) = (listener for listener in capsule.listeners if listener.role == "api")
+    rebind = n610.Rebind(port=captured.port, to_port=step.port, to_address=step.address)
+    session.staged = staged = n610.stage_tree(keeper, opened.path / capsule.path, rebind=rebind)
+    session.stack.callback(staged.release)
+    moved = staged.ports.moved
+    return Receipt(
+        step=step.id,
+        requested=f"{step.address}:{step.port}",
+        effective="ports as captured" if not moved else f"{len(moved)} ports moved",
+        reason=", ".join(f"{old} to {new}" for old, new in list(moved.items())[:4]),
+        bytes=staged.volatile.data_bytes,
+    )
+
+
+def thaw(session: Session, step: ThawTree) -> Receipt:
+    """Bring the process tree back."""
+    staged = session.need(session.staged, "a staged capsule")
+    session.thawed = thawed = n610.thaw_tree(session.living, step.criu, staged, timeout_s=step.timeout_s)
+    return Receipt(
+        step=step.id,
+        effective=f"root pid {thawed.root_pid}",
+        bytes=thawed.image_bytes,
+        details=thawed.details,
+    )
+
+
+def reconnect(session: Session, step: Reconnect) -> Receipt:
+    """Give every rank its new incarnation, then let the front end take work again."""
+    directive = read_directive(Path(session.living.rank_dir) / "directive.json")
+    session.ranks.require(session.spec.roles(gpu=session.gpu))
+    adopted = session.ranks.adopt(
+        incarnation=directive.incarnation, reseed=not session.spec.user_seeded, timeout_s=step.timeout_s
+    )
+    session.ranks.resume(timeout_s=step.timeout_s)
+    return Receipt(step=step.id, effective=f"{len(adopted)} ranks", reason=f"incarnation {directive.incarnation[:8]}")
+
+
+def compare_answer(session: Session, step: CompareAnswer) -> Receipt:
+    """Ask what was asked at capture; the engine is ready when it answers the same."""
+    opened = session.need(session.artifact, "an artifact")
+    captured = opened.descriptor.acceptance
+    session.ranks.reset_prefix_cache()
+    asked_ns = session.report.timeline.now_ns()
+    question = Question(prompt=captured.prompt, max_tokens=captured.max_tokens)
+    answer = session.spec.ask(session.endpoint, question, timeout_s=step.timeout_s)
+    compare(Answer(token_ids=captured.token_ids, text=captured.text), answer)
+    session.report.answer_s = asked_ns / 1e9 + answer.first_token_s
+    return Receipt(
+        step=step.id,
+        effective=f"{len(answer.token_ids)} tokens as captured",
+        details={"first_token_s": answer.first_token_s, "answer_s": answer.seconds},
+    )

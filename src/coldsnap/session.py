@@ -1,0 +1,121 @@
+"""What one execution holds on to: the keeper, the artifact in the making, and what earlier steps found out.
+
+The one rule: everything acquired is released by ``close``, in reverse order, and the first thing that a failure does is
+the one that keeps the workload alive.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attrs import define, field
+
+from coldsnap.artifact import Artifact, ArtifactWriter, FileRecord
+from coldsnap.drivers.n610 import DumpedTree, StagedTree, ThawedTree
+from coldsnap.engines.acceptance import Answer, Question
+from coldsnap.engines.base import Engine
+from coldsnap.engines.control import Ranks
+from coldsnap.engines.environment import EngineEnvironment
+from coldsnap.engines.model import ModelIdentity
+from coldsnap.errors import ColdSnapError
+from coldsnap.host.facts import HostFacts
+from coldsnap.keeper.client import Keeper
+from coldsnap.keeper.directive import Endpoint, read_directive
+from coldsnap.plan import Plan
+from coldsnap.receipts import Report
+
+__all__ = ["Session"]
+
+T = TypeVar("T")
+
+
+@define(kw_only=True)
+class Session:
+    """The state of one execution; steps fill it in, later steps read it.
+
+    Attributes:
+        plan: What runs.
+        report: What is told afterwards.
+        serving: Whether the engine was serving before, or has become the caller's: then a failure leaves it serving.
+    """
+
+    plan: Plan
+    report: Report
+    serving: bool = False
+    host: HostFacts | None = None
+    keeper: Keeper | None = None
+    engine: Engine | None = None
+    environment: EngineEnvironment | None = None
+    model: ModelIdentity | None = None
+    question: Question | None = None
+    answer: Answer | None = None
+    writer: ArtifactWriter | None = None
+    dumped: DumpedTree | None = None
+    sealed: tuple[FileRecord, ...] = ()
+    artifact: Artifact | None = None
+    staged: StagedTree | None = None
+    thawed: ThawedTree | None = None
+    stack: ExitStack = field(factory=ExitStack)
+
+    def need(self, value: T | None, what: str) -> T:
+        """Return a value that an earlier step must have left.
+
+        Raises:
+            ColdSnapError: It did not: the plan was not made by this library's ``resolve``.
+        """
+        if value is None:
+            raise ColdSnapError(f"the plan has no step before this one that gives {what}; make it with resolve()")
+        return value
+
+    @property
+    def living(self) -> Keeper:
+        """Return the keeper."""
+        return self.need(self.keeper, "a keeper")
+
+    @property
+    def spec(self) -> Engine:
+        """Return the engine's specification."""
+        return self.need(self.engine, "an engine")
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the ranks of the engine."""
+        return Ranks(self.living.rank_dir)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Return where the engine listens, as its directive says."""
+        return read_directive(Path(self.living.rank_dir) / "directive.json").endpoint
+
+    @property
+    def gpu(self) -> bool:
+        """Return whether the host has a GPU."""
+        return bool(self.need(self.host, "the host's facts").gpus)
+
+    def ended(self) -> str | None:
+        """Say how the engine ended, or None while it lives: what a wait looks at between two polls."""
+        status = self.living.status()
+        return None if status.state in ("running", "stopped") else f"{status.state} ({status.exit})"
+
+    def undo(self) -> str:
+        """Undo what is half done; return in one sentence what became of the workload."""
+        keeper, self.keeper = self.keeper, None
+        if keeper is None:
+            return "nothing was started"
+        try:
+            done = keeper.abort()
+            state = keeper.status().state if self.serving else "gone"
+        except (ColdSnapError, OSError) as error:
+            return f"the keeper could not be reached to undo the operation: {error}"
+        finally:
+            keeper.close()
+        undone = "; ".join(done) or "nothing had to be undone"
+        if not self.serving:
+            return f"nothing is left running ({undone})"
+        return f"the engine is {state} as before ({undone})"
+
+    def close(self, *exc: Any) -> None:
+        """Release everything that the steps acquired."""
+        self.stack.__exit__(*(exc or (None, None, None)))
