@@ -32,7 +32,7 @@ from pathlib import Path
 MINIMUM = (4, 2)
 SUITE = "sid"
 KEYRINGS = tuple(Path("/usr/share/keyrings") / f"debian-archive-keyring.{ending}" for ending in ("gpg", "pgp"))
-APT = Path("/etc/apt")
+APT, OS_RELEASE = Path("/etc/apt"), Path("/etc/os-release")
 COMMAND_TIMEOUT_S = 900
 
 WAYS = (
@@ -107,7 +107,9 @@ def mirrors(entries: Iterable[dict[str, str]], codename: str, keyrings: Sequence
                 yield Mirror(uri, keyring)
 
 
-def configured_mirrors(apt: Path = APT, os_release: Path = Path("/etc/os-release")) -> list[Mirror]:
+def configured_mirrors(
+    apt: Path = APT, release: Path = OS_RELEASE, keyrings: Sequence[Path] = KEYRINGS
+) -> list[Mirror]:
     """Return the Debian mirrors this machine is configured for."""
     entries: list[dict[str, str]] = []
     for path in sorted(apt.glob("sources.list.d/*.sources")):
@@ -115,9 +117,9 @@ def configured_mirrors(apt: Path = APT, os_release: Path = Path("/etc/os-release
     for path in [apt / "sources.list", *sorted(apt.glob("sources.list.d/*.list"))]:
         if path.is_file():
             entries += list_entries(path.read_text())
-    release = os_release.read_text() if os_release.is_file() else ""
-    codename = re.search(r'^VERSION_CODENAME="?([\w-]+)', release, re.MULTILINE)
-    return list(mirrors(entries, codename[1] if codename else ""))
+    text = release.read_text() if release.is_file() else ""
+    codename = re.search(r'^VERSION_CODENAME="?([\w-]+)', text, re.MULTILINE)
+    return list(mirrors(entries, codename[1] if codename else "", keyrings))
 
 
 def run(command: Sequence[str | Path], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
@@ -213,10 +215,10 @@ def sha256(path: Path) -> str:
 
 def libraries(listing: str) -> dict[str, Path]:
     """Read the loader's ``--list`` output: soname → file, the loader itself included."""
-    found = re.findall(r"^\s*(\S+) => (\S+) \(0x", listing, re.MULTILINE)
+    found = re.findall(r"^\s*(?:(\S+) => )?(/?\S*/\S+) \(0x", listing, re.MULTILINE)
     if missing := re.findall(r"^\s*(\S+) => not found", listing, re.MULTILINE):
         raise CriuUnavailableError(f"the unpacked CRIU lacks {', '.join(missing)}")
-    return {Path(name).name: Path(path) for name, path in found}
+    return {Path(name or path).name: Path(path) for name, path in found}
 
 
 def assemble(root: Path, stage: Path, target: Path) -> dict[str, str]:
@@ -363,8 +365,8 @@ def ensure(target: Path) -> Path:
         if not found or shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
             raise CriuUnavailableError(f"this machine's apt is not configured for a Debian mirror. {WAYS}")
         problems = []
+        print(f"making {target} (about 20 MB to fetch, some seconds)", file=sys.stderr, flush=True)
         for mirror in found:
-            print(f"making {target} (about 20 MB to fetch, some seconds)", file=sys.stderr, flush=True)
             stage.mkdir()
             try:
                 make(mirror, stage, target)
