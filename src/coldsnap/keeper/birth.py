@@ -26,7 +26,6 @@ class Birth(NamedTuple):
     first: socket.socket
     link: socket.socket
     life_fd: int
-    life_writer_fd: int
     guard_pid: int
     keeper_pid: int = 0  # known to the guard only, once it has forked
 

@@ -100,8 +100,8 @@ class Connection:
         return answer
 
     def _lost(self, op: str) -> ColdSnapError:
-        self.wait_end(KILL_TIMEOUT_S)  # for the guard to write the outcome
-        found = post_mortem(self.run_dir)
+        ended = self.wait_end(KILL_TIMEOUT_S)  # for the guard to write the outcome
+        found = post_mortem(self.run_dir, patience_s=1.0 if ended else 0.0)
         if found.alive:
             return StepError(f"{op} was not answered: the keeper at {self.run_dir} closed this connection")
         return EngineError(f"{op} was not answered: {found.story}", log_tail=found.log_tail)
@@ -109,7 +109,7 @@ class Connection:
     def wait_end(self, timeout_s: float | None) -> bool:
         """Wait until keeper and guard have ended; return whether they have."""
         poll = select.poll()
-        poll.register(self._life_fd, 0)  # POLLHUP is always reported: the guard, its only writer, is gone
+        poll.register(self._life_fd, 0)  # POLLHUP is always reported: both of its writers are gone
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 

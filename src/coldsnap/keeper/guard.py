@@ -132,7 +132,7 @@ def _prepare(
     os.dup2(log, 2)
     os.close(log)
     link, theirs = wire.pair()
-    # Its only writer is this process: at its end every caller knows that all is done.
+    # Guard and keeper hold it open for writing: when both are gone every caller knows that all is done.
     life, _held_open = os.pipe()
     birth = Birth(
         run_dir=run_dir,
@@ -146,7 +146,6 @@ def _prepare(
         first=first,
         link=theirs,
         life_fd=life,
-        life_writer_fd=_held_open,
         guard_pid=os.getpid(),
     )
     return birth, link
@@ -178,7 +177,6 @@ def _fork(birth: Birth, link: socket.socket) -> int:
     child = os.fork()
     if child == 0:
         link.close()
-        os.close(birth.life_writer_fd)
         keeper.main(birth)
     for one in (birth.link, birth.listener):
         one.close()
@@ -243,4 +241,5 @@ def _conclude(birth: Birth, child: int, final: dict[str, Any] | None) -> None:
     else:
         cause = f"its keeper was killed: {describe(os.waitstatus_to_exitcode(status))}"
         aftermath.settle(birth.dir_fd, birth.root_fd, state="killed", cause=cause)
+    layout.unlock(birth.dir_fd)
     sys.stderr.flush()

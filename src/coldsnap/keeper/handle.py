@@ -147,8 +147,8 @@ class Engine:
             exit=status.exit,
             operation=status.operation,
             interrupted=status.interrupted,
-            endpoint=directive and directive.endpoint,
-            incarnation=directive and directive.incarnation,
+            endpoint=None if directive is None else directive.endpoint,
+            incarnation=None if directive is None else directive.incarnation,
         )
 
     def processes(self) -> tuple[Process, ...]:
@@ -172,7 +172,7 @@ class Engine:
         """
         if not self.keeper.wait(timeout_s):
             raise StepTimeout(f"{self.name} still runs after {timeout_s} s", seconds=timeout_s or 0.0)
-        return _dead(self.name, self.run_dir, post_mortem(self.run_dir))
+        return _dead(self.name, self.run_dir, post_mortem(self.run_dir, patience_s=1.0))
 
     def stop(self, grace_s: float = 10.0) -> Exit | None:
         """Stop it and remove its run directory; stopping what is no more is fine.

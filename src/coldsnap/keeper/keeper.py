@@ -89,6 +89,7 @@ def _alone(birth: Birth) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     Tree(private=birth.private).kill()
     aftermath.settle(birth.dir_fd, birth.root_fd, state="killed", cause="the guard of its keeper was killed")
+    layout.unlock(birth.dir_fd)
 
 
 class _Wait(NamedTuple):

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +75,24 @@ def run_dir_for(name: str) -> Path:
     return run_root() / name
 
 
-def post_mortem(run_dir: str | os.PathLike[str], *, lines: int = 20) -> PostMortem:
+def post_mortem(run_dir: str | os.PathLike[str], *, lines: int = 20, patience_s: float = 0.0) -> PostMortem:
     """Tell what became of an engine; finish the clean-up if nobody could.
 
     Args:
         run_dir: Its run directory, which may be gone.
         lines: How much of its log to return.
+        patience_s: How long a lock that is held may belong to processes that are just ending.
     """
     try:
         dir_fd = layout.open_directory(os.fspath(run_dir))
     except (FileNotFoundError, NotADirectoryError):
         return PostMortem(story=f"there is no engine at {run_dir}: it was stopped, or never started")
+    end = time.monotonic() + patience_s
     try:
-        if not layout.lock(dir_fd):
+        while not layout.lock(dir_fd):
+            if time.monotonic() < end:
+                time.sleep(0.002)
+                continue
             return PostMortem(alive=True, story=f"{run_dir} belongs to a living keeper")
         return _examine(run_dir, dir_fd, lines)
     finally:
