@@ -37,7 +37,7 @@ COMMAND_TIMEOUT_S = 900
 
 WAYS = (
     "Ways to have CRIU 4.2 or newer: pass --criu PATH to an executable you trust; install your distribution's package "
-    "when it is new enough; or build it from source (docs/deploy.md#criu)."
+    "if it is that new; build it from source (docs/deploy.md#criu)."
 )
 BUILD_PACKAGES = (
     "build-essential libprotobuf-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler python3-protobuf "

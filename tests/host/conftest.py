@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from coldsnap.host.facts import CpuFacts, CriuFacts, GpuFacts, HostFacts, KernelFacts, MemoryFacts, PrivilegeFacts
-from coldsnap.host.facts import NEEDED_CAPABILITIES
+from coldsnap.host.facts import (
+    NEEDED_CAPABILITIES,
+    CpuFacts,
+    CriuFacts,
+    GpuFacts,
+    HostFacts,
+    KernelFacts,
+    MemoryFacts,
+    PrivilegeFacts,
+)
 from coldsnap.host.kernel import KernelFiles
 
 STATUS = """\

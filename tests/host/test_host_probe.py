@@ -1,7 +1,7 @@
 """This machine, described; and one made of files."""
 
 import os
-import subprocess
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -58,11 +58,9 @@ def test_this_machine_is_described_and_has_no_problem(criu, cache, tmp_path):
 
 @pytest.mark.criu
 def test_a_port_in_use_is_seen(criu, cache):
-    code = "import socket,sys; s=socket.create_server(('127.0.0.1',0)); print(s.getsockname()[1],flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-        port = int(server.stdout.readline())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         host = probe(criu=criu, cache=cache, ports=[port, 1]).hosts["local"]
-        server.stdin.close()
 
     assert host.listening_ports == (port,)
 

@@ -17,13 +17,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from coldsnap.errors import FormatError
 from coldsnap.host import private
 from coldsnap.host.child import ChildError, last_lines, output
+from coldsnap.host.contracts import MINIMUM_CRIU_VERSION
 from coldsnap.host.facts import CriuFacts, PrivilegeFacts
 from coldsnap.host.record import digest, from_plain, to_plain
 
-MINIMUM_VERSION = (4, 2)
 TOOL_CACHE = Path("~/.cache/coldsnap-ci")
 SYSTEM_DIRECTORIES = "/usr/local/sbin:/usr/sbin:/sbin"
 CACHE = "criu.json"
@@ -71,7 +73,7 @@ def find_criu(
     kept = private.read(CACHE, cache)
     for path, found in candidates(criu, tools):
         facts = _known(path, found, kept, digest([boot_id, to_plain(privileges)]), cache)
-        if facts.check_ok and facts.version >= MINIMUM_VERSION:
+        if facts.check_ok and facts.version >= MINIMUM_CRIU_VERSION:
             return facts
         first = first or facts
     return first
@@ -85,7 +87,7 @@ def _known(path: Path, found: str, kept: dict[str, Any], conditions: str, cache:
         except FormatError:
             pass
         else:
-            return facts if facts.found == found else examine(path, found)[0]
+            return evolve(facts, found=found)
     facts, files = examine(path, found)
     if files:
         kept.pop(str(path), None)

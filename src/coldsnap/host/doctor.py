@@ -6,7 +6,7 @@ The one rule: it judges facts, so it works for a machine far away too; each sent
 
 from __future__ import annotations
 
-from coldsnap.host.criu import MINIMUM_VERSION
+from coldsnap.host.contracts import MINIMUM_CRIU_VERSION
 from coldsnap.host.facts import HostFacts
 
 
@@ -30,12 +30,12 @@ def problems(host: HostFacts, *, namespace: str = "private") -> tuple[str, ...]:
 
 def _criu_problems(host: HostFacts) -> list[str]:
     criu = host.criu
-    needed = ".".join(map(str, MINIMUM_VERSION))
+    needed = ".".join(map(str, MINIMUM_CRIU_VERSION))
     if criu is None:
         return [f"no criu executable was found; install CRIU {needed} or newer or name one (docs/deploy.md#criu)"]
     if not criu.version:
         return [f"criu at {criu.path} cannot be used: {criu.check_message} (docs/deploy.md#criu)"]
-    if criu.version < MINIMUM_VERSION:
+    if criu.version < MINIMUM_CRIU_VERSION:
         version = ".".join(map(str, criu.version))
         return [
             f"criu at {criu.path} is {version}, needed {needed} or newer; install a newer one (docs/deploy.md#criu)"

@@ -17,8 +17,7 @@ from coldsnap.errors import AdmissionError
 from coldsnap.host import private
 from coldsnap.host.canary import Canary, CanaryError
 from coldsnap.host.child import ChildError, command, output
-from coldsnap.host.contracts import FEATURES
-from coldsnap.host.criu import MINIMUM_VERSION
+from coldsnap.host.contracts import FEATURES, MINIMUM_CRIU_VERSION
 from coldsnap.host.facts import CriuFacts, FeatureResult, HostFacts, QualificationRecord
 from coldsnap.host.freeze import FreezeError, dump, restore
 from coldsnap.host.kernel import KernelFiles
@@ -86,7 +85,7 @@ def _probes(host: HostFacts, directory: Path, deadline: float) -> list[FeatureRe
 
 
 def _usable(criu: CriuFacts) -> bool:
-    return criu.check_ok and criu.version >= MINIMUM_VERSION
+    return criu.check_ok and criu.version >= MINIMUM_CRIU_VERSION
 
 
 def criu_probes(criu: CriuFacts | None, directory: Path, deadline: float) -> list[FeatureResult]:
