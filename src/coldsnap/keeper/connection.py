@@ -133,7 +133,7 @@ def start(run_dir: Path, *, private: bool, labels: Mapping[str, str], python: st
 def connect(run_dir: Path, *, timeout_s: float) -> Connection:
     """Connect to a living keeper; see :meth:`coldsnap.keeper.client.Keeper.connect`."""
     end = time.monotonic() + timeout_s
-    while (channel := _dial(run_dir)) is None:
+    while (channel := _dial(run_dir, timeout_s)) is None:
         found = post_mortem(run_dir)
         if not found.alive:
             raise EngineError(found.story, log_tail=found.log_tail)
@@ -141,7 +141,6 @@ def connect(run_dir: Path, *, timeout_s: float) -> Connection:
             raise StepTimeout(f"the keeper at {run_dir} lives but takes no connection", seconds=timeout_s)
         time.sleep(0.01)  # it is just starting, or just ending
     try:
-        channel.settimeout(timeout_s)
         wire.send(channel, {"op": "hello"})
         return _greet(run_dir, channel, None, timeout_s)
     except ConnectionError as error:
@@ -196,12 +195,13 @@ def _error(answer: Mapping[str, Any]) -> ColdSnapError:
     return AdmissionError(sentence) if kind in _ADMISSION else StepError(sentence)
 
 
-def _dial(run_dir: Path) -> socket.socket | None:
+def _dial(run_dir: Path, timeout_s: float) -> socket.socket | None:
     try:
         dir_fd = layout.open_directory(os.fspath(run_dir))
     except OSError:
         return None
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.settimeout(timeout_s)  # connect(2) would wait without end for a place in a full backlog
     try:
         channel.connect(f"/proc/self/fd/{dir_fd}/{layout.KEEPER_SOCKET}")
     except OSError:

@@ -159,7 +159,7 @@ def _listen(dir_fd: int) -> socket.socket:
         listener.bind(f"/proc/self/fd/{dir_fd}/{layout.KEEPER_SOCKET}")
     finally:
         os.umask(mask)
-    listener.listen(16)
+    listener.listen(keeper.MAX_CONNECTIONS)
     return listener
 
 
