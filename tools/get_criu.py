@@ -29,8 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-MINIMUM = (4, 2)
-SUITE = "sid"
+MINIMUM, SUITE = (4, 2), "sid"
 KEYRINGS = tuple(Path("/usr/share/keyrings") / f"debian-archive-keyring.{ending}" for ending in ("gpg", "pgp"))
 APT, OS_RELEASE = Path("/etc/apt"), Path("/etc/os-release")
 COMMAND_TIMEOUT_S = 900
