@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
@@ -24,6 +25,11 @@ __all__ = ["Audit", "Obstacle", "audit_tree"]
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _MEMORY_DEVICES = 1  # major number of null, zero, full, random and urandom
 _NVIDIA = "/dev/nvidia"
+
+PATIENCE_S = 2.0
+"""How long a server may take to notice that a client has closed its connection, s."""
+
+POLL_S = 0.02
 
 _ANONYMOUS = {
     "anon_inode:[io_uring]": ("an io_uring ring", "start the engine under the keeper, which denies io_uring to it"),
@@ -47,6 +53,7 @@ class Obstacle:
         fd: The descriptor; ``None`` when it is not about one.
         what: What was found.
         remedy: What to do about it.
+        passing: Whether it may go by itself soon: a connection whose client has just gone.
     """
 
     pid: int
@@ -54,6 +61,7 @@ class Obstacle:
     fd: int | None
     what: str
     remedy: str
+    passing: bool = False
 
     def __str__(self) -> str:
         """Say it in one line."""
@@ -126,9 +134,10 @@ class _Subject:
             except FileNotFoundError:
                 continue  # closed in the meantime
 
-    def obstacle(self, fd: int | None, what: str, remedy: str) -> Obstacle:
+    def obstacle(self, fd: int | None, what: str, remedy: str, *, passing: bool = False) -> Obstacle:
         """Name an obstacle in this process."""
-        return Obstacle(pid=self.process.pid, comm=self.process.comm, fd=fd, what=what, remedy=remedy)
+        process = self.process
+        return Obstacle(pid=process.pid, comm=process.comm, fd=fd, what=what, remedy=remedy, passing=passing)
 
     @cached_property
     def status(self) -> Mapping[str, str]:
@@ -193,7 +202,8 @@ def _tcp_obstacles(ours: Mapping[int, tuple[_Subject, int]], sockets: Iterable[T
         if ((peer, peer_port), (address, port)) not in ends:
             subject, fd = ours[found.inode]
             what = f"a TCP connection of {address}:{port} with {peer}:{peer_port}, outside the tree"
-            yield subject.obstacle(fd, what, "close it: let clients finish and drop kept-alive connections")
+            remedy = "close it: let clients finish and drop kept-alive connections"
+            yield subject.obstacle(fd, what, remedy, passing=True)
 
 
 def _unix_obstacles(ours: Mapping[int, tuple[_Subject, int]]) -> Iterator[Obstacle]:
@@ -202,7 +212,7 @@ def _unix_obstacles(ours: Mapping[int, tuple[_Subject, int]]) -> Iterator[Obstac
         peer = peers.get(inode, 0)
         if peer and peer not in ours:
             what = f"a Unix socket (inode {inode}) connected to one outside the tree (inode {peer})"
-            yield subject.obstacle(fd, what, "close it before the capture")
+            yield subject.obstacle(fd, what, "close it before the capture", passing=True)
 
 
 def _children_first(subjects: Iterable[_Subject]) -> list[int]:
@@ -215,7 +225,7 @@ def _children_first(subjects: Iterable[_Subject]) -> list[int]:
 
 
 def audit_tree(keeper: TreeKeeper) -> Audit:
-    """Look at every process of a tree that runs.
+    """Look at every process of a tree that runs; connections that are just closing get a moment to do so.
 
     Args:
         keeper: The tree's.
@@ -223,6 +233,16 @@ def audit_tree(keeper: TreeKeeper) -> Audit:
     Raises:
         DriverError: There is no tree, or it lives in a network namespace that cannot be seen from here.
     """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        audit = _look(keeper)
+        lasting = [obstacle for obstacle in audit.obstacles if not obstacle.passing]
+        if lasting or not audit.obstacles or time.monotonic() > deadline:
+            return audit
+        time.sleep(POLL_S)
+
+
+def _look(keeper: TreeKeeper) -> Audit:
     subjects = [_Subject(process, keeper.proc_fd) for process in keeper.tree() if process.state != "Z"]
     if not subjects:
         raise DriverError("there is no process to dump: the engine has ended", command="audit")

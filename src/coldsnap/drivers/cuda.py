@@ -57,7 +57,7 @@ class CudaHelper:
         Args:
             spawner: The tree's keeper.
             python: An interpreter with coldsnap and cuda-bindings.
-                environment: What it needs beside PATH, for example ``LD_LIBRARY_PATH`` or ``PYTHONPATH``.
+            environment: What it needs beside PATH, for example ``LD_LIBRARY_PATH`` or ``PYTHONPATH``.
             driver: ``module:factory`` of another driver than NVIDIA's.
 
         Raises:

@@ -111,9 +111,8 @@ class _WhileFrozen:
         remapped = {path for path in opened if posixpath.basename(path).startswith(LINK_REMAP)}
         if self._keeper.private:
             return {ROOT, *(path for path in remapped if not path.startswith(f"{ROOT}/"))}
-        # In the host's /dev/shm only what the tree maps or holds open is known to be its own.
-        roots = (f"{ROOT}/", f"{self._keeper.tmp_dir}/")
-        return remapped | {path for path in opened if path.startswith(roots)}
+        # In the host's /dev/shm only what the tree maps or holds open is known to be its own; its TMPDIR is its own.
+        return {self._keeper.tmp_dir} | remapped | {path for path in opened if path.startswith(f"{ROOT}/")}
 
 
 def _await_stopped(keeper: TreeKeeper) -> None:

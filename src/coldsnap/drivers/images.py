@@ -198,7 +198,8 @@ class FilesImage:
                 writable=reg.flags & os.O_ACCMODE != os.O_RDONLY,
             )
             for reg in self._regular_entries()
-            if stat.S_ISREG(reg.mode) and reg.id not in self._remapped
+            # A link_remap file has no mode in the image.
+            if (stat.S_ISREG(reg.mode) or not reg.HasField("mode")) and reg.id not in self._remapped
         )
 
     def _regular_entries(self) -> list[Any]:

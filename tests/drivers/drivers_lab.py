@@ -1,0 +1,120 @@
+"""Real CRIU, real keepers, a small real tree. CRIU is found like a user finds it; without it these tests cannot run."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+from coldsnap.drivers import n610
+from coldsnap.errors import EngineError
+from coldsnap.keeper.client import Keeper
+from coldsnap.keeper.undo import CONTINUE, KILL
+
+TREE = Path(__file__).with_name("small_tree.py")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def find_criu():
+    """COLDSNAP_TEST_CRIU, then PATH, then the newest one that tools/get_criu.py has made."""
+    cache = Path(os.environ.get("COLDSNAP_CI_CACHE") or Path.home() / ".cache" / "coldsnap-ci")
+    made = sorted(cache.glob("criu-*/criu"), key=lambda path: path.stat().st_mtime)
+    return os.environ.get("COLDSNAP_TEST_CRIU") or shutil.which("criu") or (str(made[-1]) if made else None)
+
+
+def ask(port, timeout_s=10.0, host="127.0.0.1"):
+    """Ask a small tree until it answers."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://{host}:{port}/", timeout=5) as answer:
+                return json.load(answer)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+class Lab:
+    """Keepers, trees and capsules of one test; everything is ended and removed at its end."""
+
+    def __init__(self, directory, criu):
+        self.directory, self.criu = directory, criu
+        self.stack = ExitStack()
+        self.keepers = []
+        self.count = 0
+
+    def keeper(self, namespace="private", run_dir=None):
+        self.count += 1
+        keeper = Keeper.start(run_dir or self.directory / f"run{self.count}", namespace=namespace)
+        self.keepers.append(keeper)
+        return keeper
+
+    def launch(self, namespace="private", deny_io_uring=True, run_dir=None, **options):
+        """Start a small tree under a keeper of its own; return keeper and port."""
+        keeper, port = self.keeper(namespace, run_dir), options.setdefault("port", free_port())
+        with keeper.operation("launch", [KILL]):
+            argv = [sys.executable, str(TREE), json.dumps(options)]
+            keeper.spawn_engine(argv, env={"PATH": os.environ["PATH"]}, cwd="/", deny_io_uring=deny_io_uring)
+            ask(port)
+        return keeper, port
+
+    def capsule(self):
+        self.count += 1
+        path = self.directory / f"capsule{self.count}"
+        path.mkdir(mode=0o700)
+        return path
+
+    def dump(self, keeper, leave="stopped", capsule=None, timeout_s=30.0):
+        capsule = capsule or self.capsule()
+        undo = [CONTINUE] if leave == "stopped" else []
+        with keeper.operation("capture", undo):
+            return capsule, n610.dump_tree(keeper, self.criu, capsule, leave=leave, timeout_s=timeout_s)
+
+    def restore(self, capsule, namespace="private", rebind=None, run_dir=None, timeout_s=30.0):
+        keeper = self.keeper(namespace, run_dir)
+        with keeper.operation("restore", [KILL]):
+            staged = n610.stage_tree(keeper, capsule, rebind=rebind)
+            return keeper, n610.thaw_tree(keeper, self.criu, staged, timeout_s=timeout_s)
+
+    def connect(self, run_dir):
+        keeper = Keeper.connect(run_dir)
+        self.keepers.append(keeper)
+        return keeper
+
+    def read_only(self, path):
+        """Make a directory impossible to write, also for root."""
+        for command in (["mount", "--bind"], ["mount", "-o", "remount,bind,ro"]):
+            subprocess.run([*command, str(path), str(path)], check=True, timeout=10)
+        self.stack.callback(subprocess.run, ["umount", str(path)], check=True, timeout=10)
+
+    def hold_pid(self, pid):
+        """Occupy a pid of the host; it may be taken by somebody else already."""
+        with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+            last.write(str(pid - 1))
+        decoy = subprocess.Popen(["sleep", "300"])
+        self.stack.callback(decoy.wait, timeout=10)
+        self.stack.callback(decoy.kill)
+        assert os.path.exists(f"/proc/{pid}")
+
+    def stop(self, keeper):
+        self.keepers.remove(keeper)
+        keeper.stop(grace_s=0)
+
+    def close(self):
+        for keeper in self.keepers:
+            try:
+                keeper.stop(grace_s=0)
+            except (EngineError, OSError):
+                keeper.close()
+        self.stack.close()
