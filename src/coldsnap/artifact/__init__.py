@@ -7,6 +7,7 @@ documented in ``docs/format``; what a caller needs is here.
 from __future__ import annotations
 
 from coldsnap.artifact.capsule import (
+    CacheSeed,
     Capsule,
     CapsuleUnit,
     Criu,
@@ -44,6 +45,7 @@ __all__ = [
     "Admitted",
     "Artifact",
     "ArtifactWriter",
+    "CacheSeed",
     "Calibration",
     "Capsule",
     "CapsuleUnit",

@@ -12,6 +12,7 @@ from attrs import field, frozen
 from coldsnap.artifact import record
 
 __all__ = [
+    "CacheSeed",
     "Capsule",
     "CapsuleUnit",
     "Criu",
@@ -184,3 +185,28 @@ class Capsule:
     """Every unit's process tree at rest."""
 
     units: tuple[CapsuleUnit, ...] = field(validator=record.one_of_each(lambda unit: unit.unit, "unit"))
+
+
+@frozen(kw_only=True)
+class CacheSeed:
+    """Files of a derived cache (compiled kernels, startup plans) that an engine finds warm at its next start.
+
+    Attributes:
+        unit: Whose.
+        name: Which of its caches.
+        target: The directory inside the tree, absolute.
+        path: Its copy, relative to the artifact's directory.
+        files: Every file of it, with its mtime: compilers compare mtimes, so they are given back.
+    """
+
+    unit: str = field(validator=UNIT)
+    name: str = field(validator=UNIT)
+    target: str = field(validator=record.matching(r"/[^\x00]+", "an absolute path"))
+    path: str = field(validator=record.relative_path)
+    files: tuple[FileRecord, ...] = field(validator=record.one_of_each(lambda file: file.path, "file"))
+
+    def __attrs_post_init__(self) -> None:
+        """Check manifest.9: the files lie inside the seed's directory and carry their mtimes."""
+        for file in self.files:
+            if not file.path.startswith(f"{self.path}/") or file.mtime_ns is None:
+                raise record.Broken("manifest.9", f"the cache file {file.path!r} is outside or has no mtime")

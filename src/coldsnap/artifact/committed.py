@@ -67,12 +67,23 @@ class Artifact:
     def size_bytes(self) -> Mapping[str, int]:
         """Size by kind: images, volatile, residual, manifests, cache_seeds, packs (in the store)."""
         sizes: Counter[str] = Counter()
-        for kind, file in self._kinds():
-            sizes[kind] += file.bytes
-        payloads = self.descriptor.weights.payloads
-        if payloads is not None:
-            sizes["packs"] = sum({item.path: item.bytes for item in payloads.objects}.values())
+        for kind, _, size in self.contents():
+            sizes[kind] += size
         return dict(sizes)
+
+    @property
+    def packs(self) -> frozenset[str]:
+        """The digests of the packs it names."""
+        payloads = self.descriptor.weights.payloads
+        return frozenset(item.sha256 for item in payloads.objects) if payloads is not None else frozenset()
+
+    def contents(self) -> Iterator[tuple[str, str, int]]:
+        """Yield kind, digest and size of every file, and of every pack once."""
+        for kind, file in self._kinds():
+            yield kind, file.sha256, file.bytes
+        payloads = self.descriptor.weights.payloads
+        for sha256, size in {item.sha256: item.bytes for item in payloads.objects}.items() if payloads else ():
+            yield "packs", sha256, size
 
     def _kinds(self) -> Iterator[tuple[str, FileRecord]]:
         for unit in self.descriptor.capsule.units:
@@ -81,8 +92,9 @@ class Artifact:
         for worker in self.descriptor.weights.workers:
             for file in worker.files:
                 yield ("residual" if file is worker.residual else "manifests"), file
-        for file in self.descriptor.weights.cache_seeds:
-            yield "cache_seeds", file
+        for seed in self.descriptor.cache_seeds:
+            for file in seed.files:
+                yield "cache_seeds", file
 
     def verify(self, verify: Verify = "evidence", *, threads: int | None = None) -> TreeAdmission:
         """Admit every file of the artifact, and demand that its capsules hold nothing else.

@@ -13,7 +13,7 @@ import attrs
 from attrs import field, frozen
 
 from coldsnap.artifact import canonical, record
-from coldsnap.artifact.capsule import UNIT, WORKER, Capsule, FileRecord
+from coldsnap.artifact.capsule import UNIT, WORKER, CacheSeed, Capsule, FileRecord
 from coldsnap.artifact.payloads import REVISION, Weights
 from coldsnap.errors import FormatError, IntegrityError
 
@@ -318,6 +318,9 @@ class Descriptor:
     graph: Graph = Graph()
     weights: Weights = field(factory=Weights)
     calibration: Calibration = Calibration()
+    cache_seeds: tuple[CacheSeed, ...] = field(
+        default=(), validator=record.one_of_each(lambda seed: (seed.unit, seed.name), "cache")
+    )
     runtime: tuple[RuntimeBinding, ...] = ()
     acceptance: Acceptance
 
@@ -341,7 +344,8 @@ class Descriptor:
         """Every file of the artifact besides ``artifact.json`` and ``evidence.json``."""
         capsules = (file for unit in self.capsule.units for file in unit.files)
         weights = (file for worker in self.weights.workers for file in worker.files)
-        return (*capsules, *weights, *self.weights.cache_seeds)
+        seeds = (file for seed in self.cache_seeds for file in seed.files)
+        return (*capsules, *weights, *seeds)
 
     def encode(self) -> bytes:
         """Return the bytes of ``artifact.json``, sealed."""

@@ -32,6 +32,7 @@ __all__ = [
     "is_committed",
     "is_uncommitted",
     "locked",
+    "publish_file",
     "remove_committed",
     "remove_partials",
     "remove_uncommitted",
@@ -135,6 +136,20 @@ def staged_file(directory: Path, label: str, *, at: FaultPoint = unharmed) -> It
         finally:
             if staged.published is None:
                 path.unlink(missing_ok=True)
+
+
+def publish_file(path: Path, final: Path, *, mode: int = 0o600, at: FaultPoint = unharmed) -> None:
+    """Give a file that someone else wrote (a download) its final name, on the same filesystem, durably."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchmod(fd, mode)
+        at(f"{final.name}:fsync")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    at(f"{final.name}:rename")
+    os.rename(path, final)
+    _fsync_directory(final.parent, at)
 
 
 def write_file_durably(path: Path, data: bytes, mode: int = 0o600, *, at: FaultPoint = unharmed) -> None:
@@ -337,14 +352,19 @@ def _remove_abandoned(path: Path, *, dry_run: bool) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock named by a file, which is created private and stays.
+    """Hold an exclusive lock named by a file, which is created private.
 
     Args:
-        path: The lock file. It is never removed: removing it would let two processes lock two files of one name.
+        path: The lock file. Only its holder may remove it.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
+        # A holder may have removed the name while we waited; then someone else may hold a newer file of that name.
+        if os.path.lexists(path) and os.path.samestat(os.fstat(fd), os.lstat(path)):
+            break
+        os.close(fd)
+    try:
         yield
     finally:
         os.close(fd)

@@ -69,7 +69,9 @@ def sha256_spans(fd: int, size_bytes: int, spans: Sequence[tuple[int, int]], *, 
         threads: None: all cores.
     """
     with _pieces_of(fd, size_bytes) as pieces:
-        return in_threads(lambda span: _digest(pieces(*span)), spans, threads=threads)
+        # Starting threads costs more than a small file.
+        count = threads if size_bytes >= _SMALL_BYTES else 1
+        return in_threads(lambda span: _digest(pieces(*span)), spans, threads=count)
 
 
 def _digest(pieces: Iterable[memoryview]) -> str:

@@ -107,7 +107,6 @@ class Weights:
         payloads: The packs, for kind packs.
         workers: The files of each worker, for kind packs.
         recovery: The checkpoint, when recovery is possible.
-        cache_seeds: Files of the derived caches of all units, with their mtimes.
     """
 
     kind: Literal["image", "packs"] = "image"
@@ -116,7 +115,6 @@ class Weights:
         default=(), validator=record.one_of_each(lambda item: item.worker, "worker")
     )
     recovery: Recovery | None = None
-    cache_seeds: tuple[FileRecord, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         """Check descriptor.8: packs come with residuals, images with neither."""

@@ -198,12 +198,12 @@ def matching(pattern: str, what: str) -> Validator:
     return check
 
 
-def at_least(least: int) -> Validator:
-    """Demand an integer between a bound and 2**64 - 1 (json.9)."""
+def at_least(least: int, *, below: int = 1 << 64) -> Validator:
+    """Demand an integer within bounds (json.9)."""
 
     def check(_: Any, field: attrs.Attribute[Any], value: int) -> None:
-        if not least <= value < 1 << 64:
-            raise Broken("json.9", f"{field.name} must be at least {least} and below 2**64, found {_brief(value)}")
+        if not least <= value < below:
+            raise Broken("json.9", f"{field.name} must be at least {least} and below {below}, found {_brief(value)}")
 
     return check
 
