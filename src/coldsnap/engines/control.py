@@ -146,7 +146,7 @@ class Ranks:
         self._front("reset_prefix_cache", timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 10.0) -> Mapping[str, Any]:
-        """Return ``unfinished`` and ``held`` (numbers of requests) and ``quiesced``.
+        """Return ``unfinished`` and ``held`` (numbers of requests), ``open`` (the door) and ``quiesced``.
 
         Raises:
             EngineError: It cannot tell.

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 import coldsnap
 from coldsnap.artifact import record
@@ -86,7 +86,8 @@ def own_code_digest() -> str:
 def inspect_environment(
     python: str,
     *,
-    distributions: Sequence[str],
+    engine: Sequence[str],
+    others: Sequence[str] = (),
     entry_point: str | None = None,
     environ: Mapping[str, str] | None = None,
     cwd: str | None = None,
@@ -96,7 +97,9 @@ def inspect_environment(
 
     Args:
         python: The interpreter.
-        distributions: Whose versions are wanted; the first is the engine's and must be there.
+        engine: The names under which the engine is distributed, the usual one first; one must be installed, and its
+            version is told under the usual name.
+        others: Further distributions whose versions are wanted.
         entry_point: ``group:name`` through which the engine finds the plugin.
         environ: The environment of the engine; PYTHONPATH and the like decide what it finds.
         cwd: The engine's working directory.
@@ -109,7 +112,7 @@ def inspect_environment(
     try:
         text = Path(environment_probe.__file__).read_text()
         done = subprocess.run(
-            [python, "-c", text, "coldsnap", *distributions],
+            [python, "-c", text, "coldsnap", *engine, *others],
             env=None if environ is None else dict(environ),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -128,11 +131,15 @@ def inspect_environment(
         detail = getattr(error, "stderr", b"")[-500:].decode(errors="replace") or str(error)
         raise AdmissionError(f"the engine's interpreter {python} cannot describe itself: {detail}") from error
     _demand_this_coldsnap(python, found, entry_point)
-    if distributions[0] not in found.versions:
-        raise AdmissionError(
-            f"{python} has no distribution {distributions[0]}; install the engine there, or name its python="
-        )
-    return found
+    return _with_engine_version(python, found, engine)
+
+
+def _with_engine_version(python: str, found: EngineEnvironment, names: Sequence[str]) -> EngineEnvironment:
+    version = next((found.versions[name] for name in names if name in found.versions), None)
+    if version is None or not found.packages[names[0]]:
+        wanted = " or ".join(names)
+        raise AdmissionError(f"{python} has no distribution {wanted}; install the engine there, or name its python=")
+    return evolve(found, versions={**found.versions, names[0]: version})
 
 
 def _demand_this_coldsnap(python: str, found: EngineEnvironment, entry_point: str | None) -> None:

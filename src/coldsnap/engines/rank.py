@@ -97,9 +97,20 @@ class Rank:
         threading.Thread(target=self._serve, args=(listener,), name="coldsnap-control", daemon=True).start()
         self.log(f"listening, incarnation {self.directive.incarnation}")
 
+    def close(self) -> None:
+        """Listen no longer; the socket's name goes too."""
+        if self._listener is None:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(self._listener.getsockname())
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept()
+        self._forget()
+
     def log(self, message: str) -> None:
         """Write one line to the engine's log."""
-        print(f"[coldsnap] {self.role} {os.getpid()}: {message}", file=sys.stderr, flush=True)  # noqa: T201
+        # One write for a whole line: the processes of an engine share their log.
+        sys.stderr.write(f"[coldsnap] {self.role} {os.getpid()}: {message}\n")
+        sys.stderr.flush()
 
     # Operations of every rank.
 

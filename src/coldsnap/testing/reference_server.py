@@ -256,7 +256,12 @@ class FrontEnd:
         }
 
     def _status(self) -> Mapping[str, Any]:
-        return {"unfinished": self._unfinished, "held": self._held, "quiesced": self._closed and not self._unfinished}
+        return {
+            "unfinished": self._unfinished,
+            "held": self._held,
+            "open": not self._closed,
+            "quiesced": self._closed and not self._unfinished,
+        }
 
     def _quiesce(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         timeout_s = float(request.get("drain_timeout_s", request.get("timeout_s", 60.0)))

@@ -78,6 +78,7 @@ class FrontEnd:
         return {
             "unfinished": self._unfinished(),
             "held": self._held,
+            "open": self._open.is_set(),
             "quiesced": not self._open.is_set() and await self._engine.is_paused(),
         }
 
