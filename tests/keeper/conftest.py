@@ -52,7 +52,9 @@ def alive(pid):
 
 
 def mounts():
-    return Path("/proc/self/mountinfo").read_text()
+    """Return the mount points that a keeper could leave behind, in the host's namespace."""
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return sorted(point for point in points if point == "/proc" or "/dev/shm" in point or "coldsnap" in point)
 
 
 class World:
@@ -90,7 +92,8 @@ class World:
             "import json, os, signal, sys, time\n"
             "from coldsnap.keeper.client import Keeper\n"
             "from coldsnap.keeper.undo import CONTINUE, KILL, control, remove\n"
-            f"run_dir, namespace, env, target = {str(self.run_dir)!r}, {self.namespace!r}, {self.env!r}, {str(TARGET)!r}\n"
+            f"run_dir, namespace = {str(self.run_dir)!r}, {self.namespace!r}\n"
+            f"env, target = {self.env!r}, {str(TARGET)!r}\n"
             "def say(value): print(json.dumps(value), flush=True)\n" + body + "\ntime.sleep(1000)\n"
         )
         process = subprocess.Popen(
@@ -120,9 +123,10 @@ def _world(tmp_path, namespace):
     yield world
     for keeper in world.keepers:
         keeper.close()
-    for run_dir in [path for path in tmp_path.rglob("keeper.sock")]:
+    # os.walk does not mind directories that go while it walks: keepers without an engine end by now.
+    for directory in [directory for directory, _, names in os.walk(tmp_path) if "keeper.sock" in names]:
         try:
-            Keeper.connect(run_dir.parent).stop(grace_s=0)
+            Keeper.connect(directory).stop(grace_s=0)
         except ColdSnapError:
             pass
     until(lambda: not tagged(world.tag), "the end of every process")

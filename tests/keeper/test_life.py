@@ -10,6 +10,8 @@ from conftest import alive, get, kill, mounts, sigkill, tagged, until
 
 from coldsnap.errors import AdmissionError, EngineError, StepError, StepTimeout
 from coldsnap.keeper.client import Exit, Keeper
+from coldsnap.keeper.rundir import discard
+from coldsnap.keeper.undo import remove
 
 
 def test_a_keeper_answers_soon_after_its_start(world):
@@ -174,6 +176,40 @@ def test_a_directory_that_others_may_write_is_refused(private):
         private.start()
 
 
+def test_a_directory_in_which_others_may_rename_is_refused(private):
+    private.base.chmod(0o777)
+
+    with pytest.raises(AdmissionError, match="not be writable by all"):
+        private.start()
+
+    assert os.listdir(private.base) == []
+
+
+def test_what_a_dead_engine_left_can_be_discarded(private):
+    keeper = private.start()
+    private.serve(keeper)
+    half = private.base / "half"
+    half.mkdir()
+    keeper.begin("capture", [remove(half)])
+    with pytest.raises(AdmissionError, match="stop it first"):
+        discard(private.run_dir)
+    sigkill(keeper.guard_pid)
+    assert keeper.wait(10)
+
+    discard(private.run_dir)
+
+    assert os.listdir(private.base) == []
+
+
+def test_a_directory_that_is_none_of_ours_is_not_discarded(private):
+    (private.base / "thesis.txt").touch()
+
+    with pytest.raises(AdmissionError, match="not a run directory"):
+        discard(private.base)
+
+    assert os.listdir(private.base) == ["thesis.txt"]
+
+
 def test_a_symbolic_link_is_no_run_directory(private):
     private.run_dir.symlink_to("/etc")
 
@@ -275,7 +311,8 @@ def test_without_the_privilege_a_private_namespace_is_refused_and_host_works(pri
         "try: Keeper.start(run_dir, namespace='private')\n"
         "except Exception as error: answers = [type(error).__name__, str(error)]\n"
         "keeper = Keeper.start(run_dir, namespace='host')\n"
-        "keeper.spawn_engine(['sh', '-c', 'grep -E \"Seccomp:|NoNewPrivs:\" /proc/self/status; sleep 100'], env=env, cwd='/')\n"
+        "script = 'grep -E \"Seccomp:|NoNewPrivs:\" /proc/self/status; sleep 100'\n"
+        "keeper.spawn_engine(['sh', '-c', script], env=env, cwd='/')\n"
         "while 'Seccomp' not in keeper.log_tail(): time.sleep(.01)\n"
         "say([*answers, keeper.log_tail().split()])\n"
     )

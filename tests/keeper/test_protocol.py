@@ -18,8 +18,8 @@ from coldsnap.keeper.client import Keeper
 
 def dial(run_dir):
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(10)
     connection.connect(str(run_dir / "keeper.sock"))
+    connection.settimeout(10)
     return connection
 
 
@@ -60,7 +60,10 @@ def keeper(private):
         (b'{"op": "memfd_bytes", "memfd_bytes": 5}', "memfd_bytes goes with a descriptor"),
         (b'{"op": "spawn_helper", "argv": [], "env": {}, "name": "x", "fds": []}', "argv and the environment"),
         (b'{"op": "spawn_helper", "argv": [1], "env": {}, "name": "x", "fds": []}', "argv and the environment"),
-        (b'{"op": "spawn_helper", "argv": ["a\\u0000"], "env": {}, "name": "x", "fds": []}', "argv and the environment"),
+        (
+            b'{"op": "spawn_helper", "argv": ["a\\u0000"], "env": {}, "name": "x", "fds": []}',
+            "argv and the environment",
+        ),
         (b'{"op": "spawn_helper", "argv": ["a"], "env": {"A=B": ""}, "name": "x", "fds": []}', "names without ="),
         (b'{"op": "spawn_helper", "argv": ["a"], "env": {}, "name": "../x", "fds": []}', "helper's name"),
         (b'{"op": "spawn_helper", "argv": ["a"], "env": {}, "name": "x", "fds": [7]}', "fds lists"),

@@ -103,7 +103,7 @@ class Keeper:
             EngineError: None lives there; with what became of the engine.
             StepTimeout: It lives, but does not answer.
         """
-        return cls(connect(Path(os.path.abspath(run_dir)), timeout_s=timeout_s))
+        return cls(connect(Path(os.path.realpath(run_dir)), timeout_s=timeout_s))
 
     def close(self) -> None:
         """Close the connection: an operation in flight is undone; a serving engine serves on."""

@@ -108,6 +108,10 @@ class Connection:
 
     def wait_end(self, timeout_s: float | None) -> bool:
         """Wait until keeper and guard have ended; return whether they have."""
+        if self._closed:
+            if post_mortem(self.run_dir).alive:
+                raise StepError(f"cannot wait: this connection to {self.run_dir} is closed")
+            return True
         poll = select.poll()
         poll.register(self._life_fd, 0)  # POLLHUP is always reported: both of its writers are gone
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from typing import Any, NoReturn
@@ -73,6 +74,7 @@ def _claim(run_dir: str) -> int:
     """Make the run directory, or take a dead one over; it is locked for as long as guard or keeper live."""
     parent = os.path.dirname(run_dir)
     os.makedirs(parent, 0o700, exist_ok=True)
+    _check_parent(parent)
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(run_dir, 0o700)
@@ -109,6 +111,17 @@ def _check_owner(run_dir: str, dir_fd: int) -> None:
         )
 
 
+def _check_parent(parent: str) -> None:
+    # Who may rename in the parent could put another directory in this one's place.
+    status = os.stat(parent)
+    open_to_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in {0, os.geteuid()} or open_to_all:
+        mode = f"uid {status.st_uid}, mode {status.st_mode & 0o7777:o}"
+        raise _Refused(
+            "busy", f"{parent} must belong to uid {os.geteuid()} or root, and not be writable by all, found {mode}"
+        )
+
+
 def _remove(run_dir: str, dir_fd: int) -> None:
     layout.empty(dir_fd)
     with contextlib.suppress(OSError):  # something that is not ours lies in it
@@ -127,6 +140,8 @@ def _prepare(
     rank_fd = layout.open_directory(layout.RANK, dir_fd=dir_fd)
     for name in (layout.ACK, layout.CONTROL, *(() if private else (layout.TMP,))):
         os.mkdir(name, 0o700, dir_fd=rank_fd)
+    # A restored tree finds its log by name, as it had it open, and the same mode: CRIU compares it.
+    os.close(os.open(layout.ENGINE_LOG, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=rank_fd))
     work_fd = layout.open_directory(layout.WORK, dir_fd=dir_fd)
     log = os.open(layout.KEEPER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600, dir_fd=work_fd)
     os.dup2(log, 2)
@@ -239,7 +254,13 @@ def _conclude(birth: Birth, child: int, final: dict[str, Any] | None) -> None:
     elif final is not None:
         aftermath.settle(birth.dir_fd, birth.root_fd, state="exited", cause=final["cause"], end=final["exit"])
     else:
-        cause = f"its keeper was killed: {describe(os.waitstatus_to_exitcode(status))}"
+        cause = _cause(os.waitstatus_to_exitcode(status), birth.work_fd)
         aftermath.settle(birth.dir_fd, birth.root_fd, state="killed", cause=cause)
     layout.unlock(birth.dir_fd)
     sys.stderr.flush()
+
+
+def _cause(end: int, work_fd: int) -> str:
+    if end < 0:
+        return f"its keeper was killed: {describe(end)}"
+    return f"its keeper failed: {layout.tail(layout.KEEPER_LOG, 1, dir_fd=work_fd) or describe(end)}"

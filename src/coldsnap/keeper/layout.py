@@ -127,6 +127,6 @@ def lock(dir_fd: int) -> bool:
 def unlock(dir_fd: int) -> None:
     """Give the lock up, on behalf of guard and keeper both (they share it).
 
-    A process that ends does not drop everything at one moment: whoever sees one pipe closed may still find the lock held.
+    A process that ends does not drop everything at one moment: whoever sees a pipe closed may still find the lock held.
     """
     fcntl.flock(dir_fd, fcntl.LOCK_UN)

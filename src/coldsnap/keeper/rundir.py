@@ -18,7 +18,7 @@ from attrs import frozen
 from coldsnap.errors import AdmissionError
 from coldsnap.keeper import aftermath, layout
 
-__all__ = ["PostMortem", "new_name", "post_mortem", "run_dir_for", "run_root"]
+__all__ = ["PostMortem", "discard", "new_name", "post_mortem", "run_dir_for", "run_root"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -85,6 +85,8 @@ def post_mortem(run_dir: str | os.PathLike[str], *, lines: int = 20, patience_s:
     """
     try:
         dir_fd = layout.open_directory(os.fspath(run_dir))
+    except PermissionError:
+        return PostMortem(story=f"{run_dir} belongs to another user")
     except (FileNotFoundError, NotADirectoryError):
         return PostMortem(story=f"there is no engine at {run_dir}: it was stopped, or never started")
     end = time.monotonic() + patience_s
@@ -95,6 +97,26 @@ def post_mortem(run_dir: str | os.PathLike[str], *, lines: int = 20, patience_s:
                 continue
             return PostMortem(alive=True, story=f"{run_dir} belongs to a living keeper")
         return _examine(run_dir, dir_fd, lines)
+    finally:
+        os.close(dir_fd)
+
+
+def discard(run_dir: str | os.PathLike[str]) -> None:
+    """Remove what a dead engine left: its log and its story.
+
+    Raises:
+        AdmissionError: It lives, or the directory is not a run directory.
+    """
+    dir_fd = layout.open_directory(os.fspath(run_dir))
+    try:
+        if not layout.lock(dir_fd):
+            raise AdmissionError(f"{run_dir} belongs to an engine that is running; stop it first")
+        if others := layout.foreign(dir_fd):
+            raise AdmissionError(f"{run_dir} is not a run directory, it holds {', '.join(others[:3])}")
+        _examine(run_dir, dir_fd, 0)  # what its operation left half done goes first
+        layout.empty(dir_fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(run_dir)
     finally:
         os.close(dir_fd)
 
