@@ -18,7 +18,9 @@ The one rule: importing this module imports nothing heavy; every name is loaded 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,8 +94,6 @@ def __getattr__(name: str) -> object:
         return import_module("coldsnap.errors")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'coldsnap' has no attribute {name!r}")
-    # ``resolve``, ``execute`` and ``progress`` are functions in modules of the same name: importing the submodule binds
-    # the module to this package, so the function is put in its place.
     value: object = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
@@ -101,3 +101,19 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """This package, with functions where modules of the same name would be.
+
+    ``resolve``, ``execute`` and ``progress`` are functions in modules of those names. The import system binds a module
+    to its package once it has loaded it, whoever imports it first; the function is bound instead.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, ModuleType) and name in _HOME_OF:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

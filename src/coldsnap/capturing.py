@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from coldsnap import artifact as format9
+from coldsnap.accelerating import prepare
 from coldsnap.artifact import ArtifactWriter
 from coldsnap.artifact.durable import COMMITTED
 from coldsnap.describe import compatibility_unit, described_engine, short_name
@@ -43,6 +44,7 @@ from coldsnap.steps import (
     LaunchEngine,
     Quiesce,
     RecordAnswer,
+    ResumeEngine,
     SealArtifact,
     SettleWorkload,
     StopEngine,
@@ -61,6 +63,7 @@ __all__ = [
     "quiesce",
     "ready",
     "record_answer",
+    "resume",
     "seal",
     "settle",
     "stop",
@@ -185,22 +188,28 @@ def record_answer(session: Session, step: RecordAnswer) -> Receipt:
 
 def quiesce(session: Session, step: Quiesce) -> Receipt:
     """Stop taking work; should anything fail from here on, the first thing undone is this."""
+    prepare(session)
     session.living.undo(control("resume"))
     seconds = session.ranks.quiesce(timeout_s=step.timeout_s)
     return Receipt(step=step.id, effective="idle", details={"drained_s": seconds})
 
 
+def resume(session: Session, step: ResumeEngine) -> Receipt:
+    """Let a kept workload serve on before its artifact is sealed."""
+    session.ranks.resume()
+    return Receipt(step=step.id, effective="serves")
+
+
 def dump(session: Session, step: DumpTree) -> Receipt:
-    """Freeze and dump; a workload that is kept serves on before the artifact is sealed."""
+    """Freeze and dump; the tree then runs on, or stands still until the artifact is committed."""
     writer = session.need(session.writer, "an output")
     keeper = session.living
     if step.leave == "stopped":
         keeper.undo(CONTINUE)
+    pids = () if session.cuda is None else session.cuda.pids
     session.dumped = dumped = n610.dump_tree(
-        keeper, step.criu, writer.directory(CAPSULE), leave=step.leave, timeout_s=step.timeout_s
+        keeper, step.criu, writer.directory(CAPSULE), leave=step.leave, timeout_s=step.timeout_s, nvidia_pids=pids
     )
-    if step.leave == "running":
-        session.ranks.resume()
     return Receipt(
         step=step.id,
         effective=f"{len(dumped.pids)} processes, left {step.leave}",
@@ -242,6 +251,9 @@ def settle(session: Session, step: SettleWorkload) -> Receipt:
         session.report.workload = "the engine serves on"
         return Receipt(step=step.id, effective="serves on")
     keeper.stop(grace_s=0)
+    if session.cuda is not None:
+        session.cuda.close()  # the processes it checkpointed are dead; it has nothing to bring back
+        session.cuda = None
     session.report.workload = "the engine was stopped after the commit"
     return Receipt(step=step.id, effective="stopped")
 

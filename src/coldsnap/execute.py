@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import assert_never
 
-from coldsnap import capturing, restoring
+from coldsnap import accelerating, capturing, restoring
 from coldsnap.errors import ColdSnapError, StepError
 from coldsnap.plan import Plan
 from coldsnap.receipts import Event, EventSink, Receipt, Report
@@ -34,6 +34,7 @@ from coldsnap.steps import (
     Reconnect,
     RecordAnswer,
     RestoreCuda,
+    ResumeEngine,
     SealArtifact,
     SettleWorkload,
     StageCapsule,
@@ -122,10 +123,18 @@ def _act(session: Session, step: Step) -> Receipt:
             return capturing.record_answer(session, step)
         case Quiesce():
             return capturing.quiesce(session, step)
-        case LockCuda() | CheckpointCuda() | RestoreCuda() | UnlockCuda():
-            return _cuda(session, step)
+        case LockCuda():
+            return accelerating.lock(session, step)
+        case CheckpointCuda():
+            return accelerating.checkpoint(session, step)
+        case RestoreCuda():
+            return accelerating.restore(session, step)
+        case UnlockCuda():
+            return accelerating.unlock(session, step)
         case DumpTree():
             return capturing.dump(session, step)
+        case ResumeEngine():
+            return capturing.resume(session, step)
         case SealArtifact():
             return capturing.seal(session, step)
         case CommitArtifact():
@@ -150,7 +159,3 @@ def _act(session: Session, step: Step) -> Receipt:
             return capturing.stop(session, step)
         case _:
             assert_never(step)
-
-
-def _cuda(session: Session, step: Step) -> Receipt:
-    raise ColdSnapError("cuda")

@@ -189,7 +189,9 @@ def _capture(resolved: ResolvedPolicy, operation: Capture, facts: Facts) -> Plan
             image_compression="none",
         ),
         CommitArtifact(id="commit", after=("seal",), output=operation.output),
-        SettleWorkload(id="settle", after=("commit",), then=operation.then),
+        SettleWorkload(
+            id="settle", after=("commit", "resume") if operation.then == "keep" else ("commit",), then=operation.then
+        ),
     ]
     return Plan(
         operation="capture",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from attrs import evolve
 
+from coldsnap.accelerating import prepare
 from coldsnap.artifact import Artifact, Target
 from coldsnap.capturing import COMMAND, ENVIRONMENT, SPEC
 from coldsnap.describe import target_engine
@@ -74,6 +75,7 @@ def start_keeper(session: Session, step: StartKeeper) -> Receipt:
         run_dir = str(Path(capsule.run_dir).parent)
     session.keeper = keeper = Keeper.start(run_dir, namespace=step.namespace, labels=labels)
     keeper.begin("restore", [KILL])
+    prepare(session)
     return Receipt(step=step.id, effective=f"{step.namespace} namespaces", reason=f"run directory {run_dir}")
 
 

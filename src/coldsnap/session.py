@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from attrs import define, field
 
 from coldsnap.artifact import Artifact, ArtifactWriter, FileRecord
+from coldsnap.drivers.cuda import CudaHelper
 from coldsnap.drivers.n610 import DumpedTree, StagedTree, ThawedTree
 from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import Engine
@@ -57,6 +58,7 @@ class Session:
     artifact: Artifact | None = None
     staged: StagedTree | None = None
     thawed: ThawedTree | None = None
+    cuda: CudaHelper | None = None
     stack: ExitStack = field(factory=ExitStack)
 
     def need(self, value: T | None, what: str) -> T:
@@ -105,6 +107,9 @@ class Session:
         if keeper is None:
             return "nothing was started"
         try:
+            if self.cuda is not None:
+                # First of all: processes that are locked or checkpointed cannot serve, whatever else is undone.
+                self.cuda.close()
             done = keeper.abort()
             state = keeper.status().state if self.serving else "gone"
         except (ColdSnapError, OSError) as error:

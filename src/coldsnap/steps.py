@@ -30,6 +30,7 @@ __all__ = [
     "Reconnect",
     "RecordAnswer",
     "RestoreCuda",
+    "ResumeEngine",
     "SealArtifact",
     "SettleWorkload",
     "StageCapsule",
@@ -206,6 +207,13 @@ class DumpTree(_Base):
 
 
 @frozen(kw_only=True)
+class ResumeEngine(_Base):
+    """Let a workload that is kept take work again, while its artifact is still being sealed."""
+
+    phase: ClassVar[Phase] = "SETTLE"
+
+
+@frozen(kw_only=True)
 class SealArtifact(_Base):
     """Digest every file and write descriptor and evidence."""
 
@@ -333,6 +341,7 @@ Step = (
     | LockCuda
     | CheckpointCuda
     | DumpTree
+    | ResumeEngine
     | SealArtifact
     | CommitArtifact
     | SettleWorkload

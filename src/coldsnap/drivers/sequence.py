@@ -12,6 +12,7 @@ from coldsnap.steps import (
     DumpTree,
     LockCuda,
     RestoreCuda,
+    ResumeEngine,
     StageCapsule,
     Step,
     ThawTree,
@@ -35,7 +36,10 @@ def capture_steps(
     leave: Literal["stopped", "running"],
     timeout_s: float,
 ) -> tuple[Step, ...]:
-    """Return the steps from a quiet engine to a process image; the last one's id is ``dump``."""
+    """Return the steps from a quiet engine to a process image.
+
+    The image is there after ``dump``; with ``leave="running"`` the engine serves again after ``resume``.
+    """
     cuda: tuple[Step, ...] = ()
     if devices:
         cuda = (
@@ -43,7 +47,18 @@ def capture_steps(
             CheckpointCuda(id="checkpoint-cuda", after=("lock-cuda",), timeout_s=timeout_s),
         )
         after = "checkpoint-cuda"
-    return (*cuda, DumpTree(id="dump", after=(after,), unit=unit, criu=criu, leave=leave, timeout_s=timeout_s))
+    dump = DumpTree(id="dump", after=(after,), unit=unit, criu=criu, leave=leave, timeout_s=timeout_s)
+    if leave == "stopped":
+        return (*cuda, dump)
+    after, back = "dump", tuple[Step, ...]()
+    if devices:
+        # The processes run after the dump, but their device memory is still in host memory.
+        back = (
+            RestoreCuda(id="restore-cuda", after=("dump",), devices=devices, timeout_s=timeout_s),
+            UnlockCuda(id="unlock-cuda", after=("restore-cuda",), timeout_s=CUDA_TIMEOUT_S),
+        )
+        after = "unlock-cuda"
+    return (*cuda, dump, *back, ResumeEngine(id="resume", after=(after,)))
 
 
 def restore_steps(
@@ -56,7 +71,7 @@ def restore_steps(
     port: int,
     timeout_s: float,
 ) -> tuple[Step, ...]:
-    """Return the steps from a keeper to a running tree; the last one's id is ``thaw``, or ``unlock-cuda`` with devices."""
+    """Return the steps from a keeper to a running tree; the last is ``thaw``, or ``unlock-cuda`` with devices."""
     steps: tuple[Step, ...] = (
         StageCapsule(id="stage", after=(after,), unit=unit, address=address, port=port),
         ThawTree(id="thaw", after=("stage",), unit=unit, criu=criu, timeout_s=timeout_s),
