@@ -6,8 +6,12 @@ brings back every process that it locked or checkpointed.
 
 from __future__ import annotations
 
+import os
+import sys
+
 from coldsnap.drivers import n610
 from coldsnap.drivers.cuda import CudaHelper
+from coldsnap.engines.settings import inherited_environment
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.steps import CheckpointCuda, LockCuda, RestoreCuda, UnlockCuda
@@ -18,7 +22,9 @@ __all__ = ["checkpoint", "lock", "prepare", "restore", "unlock"]
 def prepare(session: Session) -> None:
     """Start the helper if the plan has CUDA steps: it initialises CUDA, 0.3 to 0.7 s, while other steps run."""
     if session.cuda is None and any(isinstance(step, LockCuda | RestoreCuda) for step in session.plan):
-        session.cuda = CudaHelper.start(session.living)
+        # It must find the driver, this library and cuda-bindings where this process found them.
+        environment = inherited_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        session.cuda = CudaHelper.start(session.living, environment=environment)
 
 
 def lock(session: Session, step: LockCuda) -> Receipt:
