@@ -5,16 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults import failing_at, killed_at, points_of
 from made import write_artifact
 
 from coldsnap.artifact import Artifact
 from coldsnap.artifact.durable import (
-    FaultPoint,
     is_committed,
     locked,
     remove_committed,
@@ -24,42 +22,6 @@ from coldsnap.artifact.durable import (
     write_file_durably,
 )
 from coldsnap.errors import ArtifactError
-
-
-def points_of(work: Callable[[FaultPoint], object]) -> list[str]:
-    points: list[str] = []
-    work(points.append)
-    return points
-
-
-def failing_at(count: int, error: int) -> FaultPoint:
-    remaining = [count]
-
-    def at(point: str) -> None:
-        remaining[0] -= 1
-        if remaining[0] < 0:
-            raise OSError(error, os.strerror(error))
-
-    return at
-
-
-def killed_at(count: int, work: Callable[[FaultPoint], object]) -> bool:
-    """Run ``work`` in a child that is killed at its ``count``-th fault point; tell whether it was."""
-    child = os.fork()
-    if child == 0:
-        remaining = [count]
-
-        def at(point: str) -> None:
-            remaining[0] -= 1
-            if remaining[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            work(at)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
 
 
 def test_a_capture_killed_at_any_point_leaves_no_artifact_or_a_whole_one(tmp_path: Path) -> None:
