@@ -60,36 +60,34 @@ def _role() -> str:
 
 def _start(role: str, path: str) -> None:
     import importlib.metadata  # noqa: PLC0415
-    import os  # noqa: PLC0415
-
-    import vllm  # noqa: PLC0415
 
     from coldsnap.engines.rank import Rank  # noqa: PLC0415
-    from coldsnap.engines.vllm import contract  # noqa: PLC0415
     from coldsnap.errors import ContractError  # noqa: PLC0415
 
     if not role:
         callers = ", ".join(sorted(_ROLES))
         raise ContractError(
-            f"vLLM {vllm.__version__} loads plugins from none of {callers}; the role of this process is unknown"
+            f"this vLLM loads plugins from none of {callers}; the role of process {sys.argv[:1]} is unknown"
         )
-    operations = None
-    if role == "api":
-        contract.report(os.path.dirname(vllm.__file__), version=vllm.__version__).require()
-        operations = _hook_front_end()
-    versions = {"vllm": vllm.__version__, "coldsnap": importlib.metadata.version("coldsnap")}
-    if (torch := sys.modules.get("torch")) is not None:
-        versions["torch"] = str(torch.__version__)
+    versions = {"coldsnap": importlib.metadata.version("coldsnap")}
+    # What is loaded is what is told; a rank imports nothing for the sake of its version.
+    versions |= {name: str(sys.modules[name].__version__) for name in ("vllm", "torch") if name in sys.modules}
+    operations = _hook_front_end() if role == "api" else None
     Rank(role, path, engine="vllm", versions=versions, operations=operations).start()
 
 
 def _hook_front_end() -> Mapping[str, Operation]:
     import functools  # noqa: PLC0415
+    import os  # noqa: PLC0415
     from typing import Any  # noqa: PLC0415
 
+    import vllm  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
+    from coldsnap.engines.vllm import contract  # noqa: PLC0415
     from coldsnap.engines.vllm.frontend import FrontEnd  # noqa: PLC0415
+
+    contract.report(os.path.dirname(vllm.__file__), version=vllm.__version__).require()
 
     front = FrontEnd()
     original = AsyncLLM.__init__
