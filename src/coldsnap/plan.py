@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin
 
 from attrs import asdict, fields, frozen, resolve_types
 
@@ -223,10 +224,24 @@ def _typed(cls: type[T], data: dict[str, Any]) -> T:
     resolve_types(cast("type[AttrsInstance]", cls))
     for attribute in fields(cast("type[AttrsInstance]", cls)):
         value, wanted = getattr(made, attribute.name), attribute.type
-        kinds = {Literal: str, tuple: tuple}.get(get_origin(wanted), wanted)
-        if type(value) is not kinds and not (wanted is float and type(value) is int):
+        if not _fits(value, wanted):
             raise TypeError(f"{cls.__name__}.{attribute.name}: expected {wanted}, found {value!r}")
     return made
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Tell whether a value is of a field's type: only those that steps and decisions have."""
+    if get_origin(wanted) is Literal:
+        return type(value) is str and value in get_args(wanted)
+    if get_origin(wanted) is tuple:
+        items = get_args(wanted)
+        if not isinstance(value, tuple) or (items[-1] is not Ellipsis and len(items) != len(value)):
+            return False
+        each = items[:1] * len(value) if items[-1] is Ellipsis else items
+        return all(_fits(item, kind) for item, kind in zip(value, each, strict=True))
+    if wanted is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is wanted
 
 
 def _tuples(value: Any) -> Any:

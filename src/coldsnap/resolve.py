@@ -6,9 +6,10 @@ the same plan, byte for byte.
 
 from __future__ import annotations
 
+import os
 from typing import Literal, assert_never, cast
 
-from coldsnap.artifact import Artifact, Target
+from coldsnap.artifact import Artifact, CapsuleUnit, Target
 from coldsnap.behaviour import Context, decide, engine_defaults, refuse_without_behaviour
 from coldsnap.describe import target_unit
 from coldsnap.drivers import sequence
@@ -89,10 +90,7 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
 def _launch(resolved: ResolvedPolicy, operation: Launch, facts: Facts) -> Plan:
     engine = cast("Engine", operation.engine)
     unit, host = _placed(operation.placement, facts)
-    _require(
-        f"{engine.kind} cannot be launched",
-        [*_host_problems(host, resolved["process.namespace"]), *_port_problems(host, unit)],
-    )
+    _require(f"{engine.kind} cannot be launched", _host_problems(resolved, host, unit))
     driver, why = _driver(resolved, facts, unit, engine.world_size)
     steps = [
         *_launch_steps(resolved, engine, operation.placement, host),
@@ -109,7 +107,9 @@ def _launch(resolved: ResolvedPolicy, operation: Launch, facts: Facts) -> Plan:
     )
 
 
-def _launch_steps(resolved: ResolvedPolicy, engine: Engine, placement: Placement, host: HostFacts) -> list[Step]:
+def _launch_steps(
+    resolved: ResolvedPolicy, engine: Engine, placement: Placement, host: HostFacts, after: tuple[str, ...] = ()
+) -> list[Step]:
     unit, gpu = placement.front, bool(host.gpus)
     raise_refusals(f"{engine.kind} {engine.model}", engine.refusals(gpu=gpu))
     if resolved["graphs.policy"] == "disabled":
@@ -129,7 +129,7 @@ def _launch_steps(resolved: ResolvedPolicy, engine: Engine, placement: Placement
         AdmitPlacement(id="admit-placement", address=unit.address, port=unit.port),
         LaunchEngine(
             id="launch",
-            after=("admit-host", "admit-engine", "admit-placement"),
+            after=("admit-host", "admit-engine", "admit-placement", *after),
             kind=engine.kind,
             argv=command.argv,
             environment=tuple(sorted(command.env.items())),
@@ -150,6 +150,8 @@ def _launch_steps(resolved: ResolvedPolicy, engine: Engine, placement: Placement
 def _capture(resolved: ResolvedPolicy, operation: Capture, facts: Facts) -> Plan:
     if isinstance(operation.engine, EngineHandle):
         host = facts.host("local")
+        _require("this host cannot capture", _host_problems(resolved, host, None))
+        _require_as_launched(resolved, host)
         first: list[Step] = [
             _admit_host(host, resolved["process.namespace"]),
             AttachEngine(id="attach", after=("admit-host", "admit-output"), run_dir=str(operation.engine.run_dir)),
@@ -159,11 +161,10 @@ def _capture(resolved: ResolvedPolicy, operation: Capture, facts: Facts) -> Plan
         engine = cast("Engine", operation.engine)
         placement = cast("Placement", operation.placement)
         unit, host = _placed(placement, facts)
-        _require(f"{engine.kind} cannot be captured", _port_problems(host, unit))
-        first = _launch_steps(resolved, engine, placement, host)
+        _require(f"{engine.kind} cannot be captured", _host_problems(resolved, host, unit))
+        first = _launch_steps(resolved, engine, placement, host, after=("admit-output",))
         ready_after, workers = "launch", engine.world_size
         subject = f"{engine.kind} {engine.model} on {unit.host}, {unit.address}:{unit.port}"
-    _require("this host cannot capture", _host_problems(host, resolved["process.namespace"]))
     driver, why = _driver(resolved, facts, unit, workers)
     context = Context(operation="capture", gpu=bool(host.gpus), workers=workers)
     decisions = decide(resolved, context)
@@ -213,20 +214,15 @@ def _restore(resolved: ResolvedPolicy, operation: Restore, facts: Facts) -> Plan
     comparison = artifact.compare(
         Target(units=(target_unit(capsule.unit, host, unit.devices),)), resolved.policy.compatibility
     )
+    namespace, placement = resolved["process.namespace"], operation.placement
+    reasons = [*_host_problems(resolved, host, unit), *_namespace_problems(capsule, namespace, placement)]
     if comparison.mismatches:
         raise CompatibilityError(
-            f"the artifact {artifact.path} cannot be restored on {unit.host}", comparison.mismatches
+            f"the artifact {artifact.path} cannot be restored on {unit.host}", [*comparison.mismatches, *reasons]
         )
-    _require(
-        "this host cannot restore", [*_host_problems(host, resolved["process.namespace"]), *_port_problems(host, unit)]
-    )
-    if capsule.namespace != resolved["process.namespace"]:
-        raise AdmissionError(
-            f"the artifact {artifact.path} was captured with process.namespace = {capsule.namespace!r} and can only be "
-            f"restored so, not with {resolved['process.namespace']!r}"
-        )
-    devices = _devices(unit, host)
-    namespace, placement = resolved["process.namespace"], operation.placement
+    _require(f"the artifact {artifact.path} cannot be restored on {unit.host}", reasons)
+    captured = descriptor.compatibility.units[0].devices
+    devices = _devices(unit, host)[: len(captured)]
     steps = [
         _admit_host(host, resolved["process.namespace"]),
         AdmitPlacement(id="admit-placement", address=unit.address, port=unit.port),
@@ -272,7 +268,7 @@ def _restore(resolved: ResolvedPolicy, operation: Restore, facts: Facts) -> Plan
         subject=f"{descriptor.engine.kind} {descriptor.engine.model.id} from {artifact.path} on {unit.host}, "
         f"{unit.address}:{unit.port}",
         steps=tuple(steps),
-        decisions=(_cuda(host), *decide(resolved, context), *notes),
+        decisions=(_cuda(host, captured=bool(captured)), *decide(resolved, context), *notes),
         choices=(
             Choice(
                 name="ports",
@@ -322,8 +318,10 @@ def _chosen(driver: str, why: str) -> Decision:
     return Decision(name="driver", requested="", layer="", effective=driver, reason=why)
 
 
-def _cuda(host: HostFacts) -> Decision:
-    if host.gpus:
+def _cuda(host: HostFacts, *, captured: bool = True) -> Decision:
+    if host.gpus and not captured:
+        effective, reason = "left out", "the artifact was captured on a host without GPU"
+    elif host.gpus:
         effective, reason = "in the plan", f"{host.name} has {len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}"
     else:
         effective, reason = "left out", f"no GPU on {host.name}: {host.gpu_reason}"
@@ -352,14 +350,39 @@ def _criu_path(host: HostFacts) -> str:
     return "" if host.criu is None else host.criu.path
 
 
-def _host_problems(host: HostFacts, namespace: str) -> list[str]:
-    return list(problems(host, namespace=namespace))
+def _host_problems(resolved: ResolvedPolicy, host: HostFacts, unit: UnitPlacement | None) -> list[str]:
+    """Return every reason why this host, or this place on it, will not do."""
+    found = list(problems(host, namespace=resolved["process.namespace"]))
+    if unit is not None and unit.port in host.listening_ports:
+        found.append(
+            f"{unit.host}: port {unit.port} is in use; stop what listens there or place the engine on another port"
+        )
+    if unit is not None and (absent := sorted(set(unit.devices) - {gpu.index for gpu in host.gpus})):
+        has = ", ".join(str(gpu.index) for gpu in host.gpus) or f"none: {host.gpu_reason}"
+        found.append(f"{unit.host} has no GPU {', '.join(map(str, absent))} (it has {has}); correct the placement")
+    return found
 
 
-def _port_problems(host: HostFacts, unit: UnitPlacement) -> list[str]:
-    if unit.port not in host.listening_ports:
-        return []
-    return [f"{unit.host}: port {unit.port} is in use; stop what listens there or place the engine on another port"]
+def _namespace_problems(capsule: CapsuleUnit, namespace: str, placement: Placement) -> list[str]:
+    if capsule.namespace != namespace:
+        sentence = f"it was captured with process.namespace = {capsule.namespace!r} and can only be restored so"
+        return [f"{sentence}, not with {namespace!r}"]
+    # In the host's namespaces a process finds its directive where it was at capture: nothing can be mounted over it.
+    captured = os.path.dirname(capsule.run_dir)
+    asked = placement.run_dir or (placement.name and os.path.join(os.path.dirname(captured), placement.name))
+    if namespace == "host" and asked and asked != captured:
+        sentence = f"it was captured with process.namespace = 'host' in {captured} and comes back there, not in {asked}"
+        return [f"{sentence}; leave name and run_dir out of the placement"]
+    return []
+
+
+def _require_as_launched(resolved: ResolvedPolicy, host: HostFacts) -> None:
+    if resolved["graphs.policy"] == "disabled" and host.gpus:
+        raise UnsupportedError(
+            "an engine that runs already cannot be made to run eagerly",
+            field="graphs.policy",
+            works='launching it with graphs.policy = "disabled", then capturing the handle with "auto"',
+        )
 
 
 def _require(what: str, reasons: list[str]) -> None:
