@@ -1,0 +1,400 @@
+"""The native library: found, checked, loaded, and called with Python's own objects.
+
+The one rule: this is the only module that touches ctypes. A library is hashed before it is loaded, and what is
+loaded is the file that was hashed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.resources
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from attrs import frozen
+
+from coldsnap.errors import IntegrityError, NativeError
+from coldsnap.transfer.backend import (
+    RANGES_KEPT,
+    CaptureJob,
+    CaptureReceipt,
+    FileExtent,
+    HydrationJob,
+    HydrationReceipt,
+    Source,
+    Tuning,
+)
+from coldsnap.transfer.outcome import ACCESSES, BACKENDS, STAGES, capture_receipt, hydration_receipt
+
+__all__ = ["ABI", "NativeLibrary", "RingStatistics", "address_of", "view_of"]
+
+ABI = 1
+LIBRARY_NAME = "libcoldsnap_io.so"
+HOST = -1
+_NO_EXTENT = (1 << 64) - 1
+
+_VERIFY = {"none": 0, "crc32": 1, "crc32+sha256": 2}
+
+_DISCARD, _FILE_SHA256, _READ_BACK, _PAD, _NO_DIRECT_OPEN = 1, 2, 4, 8, 16
+_MISMATCH = 7
+
+
+class _Extent(ctypes.Structure):
+    _fields_ = (
+        ("file_offset", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("length", ctypes.c_uint64),
+        ("verify", ctypes.c_uint32),
+        ("crc32", ctypes.c_uint32),
+        ("sha256", ctypes.c_uint8 * 32),
+    )
+
+
+class _Options(ctypes.Structure):
+    _fields_ = (
+        ("abi", ctypes.c_uint32),
+        ("backend", ctypes.c_uint32),
+        ("access", ctypes.c_uint32),
+        ("queue_depth", ctypes.c_uint32),
+        ("chunk_bytes", ctypes.c_uint64),
+        ("slice_bytes", ctypes.c_uint64),
+        ("threads", ctypes.c_uint32),
+        ("cuda_device", ctypes.c_int32),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (
+        ("file_offset", ctypes.c_uint64),
+        ("length", ctypes.c_uint64),
+        ("backend", ctypes.c_uint32),
+        ("reason", ctypes.c_uint32),
+    )
+
+
+_COUNTS = ("bytes", "buffered_bytes", "direct_bytes", "edge_bytes", "file_bytes", "verified_extents", "slices")
+_SIZES = ("slice_bytes", "ring_bytes", "range_count")
+
+
+class _Result(ctypes.Structure):
+    _fields_ = (
+        ("abi", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in _COUNTS + _SIZES),
+        ("access", ctypes.c_uint32),
+        ("direct_errno", ctypes.c_int32),
+        ("reason", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in STAGES),
+        ("file_sha256", ctypes.c_uint8 * 32),
+    )
+
+
+class _Error(ctypes.Structure):
+    _fields_ = (
+        ("status", ctypes.c_uint32),
+        ("os_error", ctypes.c_int32),
+        ("driver_error", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+        ("extent", ctypes.c_uint64),
+        ("message", ctypes.c_char * 512),
+        ("expected", ctypes.c_char * 80),
+        ("actual", ctypes.c_char * 80),
+    )
+
+
+class _Statistics(ctypes.Structure):
+    _fields_ = (("ring_bytes", ctypes.c_uint64), ("registered_bytes", ctypes.c_uint64))
+
+
+@frozen(kw_only=True)
+class RingStatistics:
+    """What the library holds between transfers.
+
+    Attributes:
+        ring_bytes: Size of the ring.
+        registered_bytes: Of them page-locked for the driver.
+    """
+
+    ring_bytes: int
+    registered_bytes: int
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "abi_version": (ctypes.c_uint32, []),
+    "last_error": (ctypes.POINTER(_Error), []),
+    "load_cuda": (ctypes.c_int, [ctypes.c_char_p]),
+    "load_cufile": (ctypes.c_int, [ctypes.c_char_p]),
+    "hydrate_available": (ctypes.c_int, [ctypes.c_uint32, ctypes.c_int32]),
+    "capture_available": (ctypes.c_int, [ctypes.c_uint32, ctypes.c_int32]),
+    "probe_gds": (ctypes.c_int, [ctypes.c_int, ctypes.c_int32]),
+    "hydrate": (
+        ctypes.c_int,
+        [
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_uint64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint64,
+        ],
+    ),
+    "capture": (ctypes.c_int, [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]),
+    "residency": (
+        ctypes.c_int,
+        [ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64],
+    ),
+    "crc32": (ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]),
+    "crc32_combine": (ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64]),
+    "sha256": (None, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]),
+    "memcpy": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]),
+    "read_statistics": (None, [ctypes.c_void_p]),
+    "release": (ctypes.c_int, []),
+}
+
+
+def address_of(buffer: memoryview) -> int:
+    """Return the address of a writable buffer's first byte; the buffer must outlive its use."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def view_of(address: int, length: int) -> memoryview:
+    """Return a writable view of this process's memory; whoever owns the memory must outlive it."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+@contextlib.contextmanager
+def _packaged() -> Iterator[Path]:
+    resource = importlib.resources.files("coldsnap.transfer").joinpath(LIBRARY_NAME)
+    with importlib.resources.as_file(resource) as path:
+        yield path
+
+
+def _hashed(path: Path, expected: str | None) -> int:
+    """Open the library and compare its digest; the descriptor is what gets loaded."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise NativeError(
+            f"the native I/O library {path} cannot be opened: {error.strerror}; reinstall coldsnap, "
+            "or set io.hydration_backend and io.capture_backend to python"
+        ) from error
+    if expected is not None:
+        with open(fd, "rb", buffering=0, closefd=False) as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != expected:
+            os.close(fd)
+            raise NativeError(
+                f"the native I/O library {path} has SHA-256 {found}, io.native_sha256 expects {expected}; "
+                "install that build, or correct the digest"
+            )
+    return fd
+
+
+class NativeLibrary:
+    """libcoldsnap_io, loaded into this process.
+
+    Implements the hydration and capture backends ``auto``, ``buffered``, ``direct`` and (hydration) ``gds``.
+    """
+
+    def __init__(self, path: Path, library: ctypes.CDLL, *, device: int | None = None) -> None:
+        self.path = path
+        self.device = device
+        self._library = library
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None, *, sha256: str | None = None) -> Self:
+        """Check and load the library.
+
+        Args:
+            path: ``io.native_library``; ``None`` for the packaged one.
+            sha256: ``io.native_sha256``: the digest it must have, checked before a byte of it runs.
+
+        Raises:
+            NativeError: Absent, another digest, not loadable, or another interface version.
+        """
+        with contextlib.nullcontext(Path(path)) if path is not None else _packaged() as chosen:
+            fd = _hashed(chosen, sha256)
+            try:
+                # The very file that was hashed, whatever its name leads to by now.
+                library = ctypes.CDLL(f"/proc/self/fd/{fd}")
+                for name, (result, arguments) in _SIGNATURES.items():
+                    function = getattr(library, f"coldsnap_io_{name}")
+                    function.restype, function.argtypes = result, arguments
+            except (OSError, AttributeError) as error:
+                raise NativeError(
+                    f"{chosen} is not a usable native I/O library: {error}; reinstall coldsnap"
+                ) from error
+            finally:
+                os.close(fd)
+            found = int(library.coldsnap_io_abi_version())
+            if found != ABI:
+                raise NativeError(
+                    f"{chosen} has interface version {found}, coldsnap needs {ABI}; install that of this release"
+                )
+            return cls(chosen, library)
+
+    def on(self, device: int | None) -> Self:
+        """Return the same library for addresses on a CUDA device, or in host memory for ``None``."""
+        return type(self)(self.path, self._library, device=device)
+
+    # Failures
+
+    def _check(self, status: int, what: str, path: str = "") -> None:
+        if not status:
+            return
+        error = self._library.coldsnap_io_last_error().contents
+        message = error.message.decode(errors="replace")
+        if status == _MISMATCH:
+            where = path if error.extent == _NO_EXTENT else f"{path}, extent {error.extent}"
+            raise IntegrityError(
+                "wrong bytes", path=where, expected=error.expected.decode(), actual=error.actual.decode()
+            )
+        raise NativeError(f"{what} failed: {message}", status=status)
+
+    # Availability
+
+    def load_cuda(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Load the CUDA driver from an unusual place, before the first use; ``None`` loads the system's now."""
+        self._check(self._library.coldsnap_io_load_cuda(None if path is None else os.fsencode(path)), "loading CUDA")
+
+    def load_cufile(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Load cuFile from an unusual place, before the first use; ``None`` loads the system's now."""
+        self._check(
+            self._library.coldsnap_io_load_cufile(None if path is None else os.fsencode(path)), "loading cuFile"
+        )
+
+    def unavailable(self, backend: str, *, capture: bool = False) -> str | None:
+        """Return why a backend cannot be tried here, or ``None`` when it can."""
+        call = self._library.coldsnap_io_capture_available if capture else self._library.coldsnap_io_hydrate_available
+        return self._reason(call(BACKENDS.index(backend), self._device))
+
+    def gds_refuses(self, fd: int) -> str | None:
+        """Return why cuFile does not bring this file to this device, or ``None`` after a block of it arrived."""
+        return self._reason(self._library.coldsnap_io_probe_gds(fd, self._device))
+
+    def _reason(self, status: int) -> str | None:
+        return str(self._library.coldsnap_io_last_error().contents.message.decode(errors="replace")) if status else None
+
+    @property
+    def _device(self) -> int:
+        return HOST if self.device is None else self.device
+
+    # Transfers
+
+    def hydrate(self, job: HydrationJob) -> HydrationReceipt:
+        """Bring extents to their addresses; see :class:`~coldsnap.transfer.backend.HydrationBackend`."""
+        options = self._options(job.tuning, job.requested, 0 if job.direct_open else _NO_DIRECT_OPEN)
+        return self._read(job, options, "hydrating from")
+
+    def verify(self, job: HydrationJob) -> HydrationReceipt:
+        """Read and verify extents without delivering them; their addresses are ignored."""
+        flags = _DISCARD | (0 if job.direct_open else _NO_DIRECT_OPEN)
+        return self._read(job, self._options(job.tuning, job.requested, flags, HOST), "verifying")
+
+    def _read(self, job: HydrationJob, options: _Options, what: str) -> HydrationReceipt:
+        result, ranges = _Result(), (_Range * RANGES_KEPT)()
+        status = self._library.coldsnap_io_hydrate(
+            job.fd,
+            _extents(job.extents),
+            len(job.extents),
+            ctypes.byref(options),
+            ctypes.byref(result),
+            ranges,
+            RANGES_KEPT,
+        )
+        self._check(status, f"{what} {job.path}", job.path)
+        return hydration_receipt(job, result, list(ranges))
+
+    def capture(self, job: CaptureJob) -> CaptureReceipt:
+        """Write memory to an empty file; see :class:`~coldsnap.transfer.backend.CaptureBackend`."""
+        sources = _sources(job.sources)
+        flags = _PAD * job.pad + _FILE_SHA256 * job.file_sha256 + _READ_BACK * job.read_back
+        options = self._options(job.tuning, job.requested, flags)
+        result = _Result()
+        status = self._library.coldsnap_io_capture(
+            job.fd, sources, len(job.sources), ctypes.byref(options), ctypes.byref(result)
+        )
+        self._check(status, f"capturing to {job.path}", job.path)
+        return capture_receipt(job, result, list(sources))
+
+    def _options(self, tuning: Tuning, backend: str, flags: int, device: int | None = None) -> _Options:
+        return _Options(
+            abi=ABI,
+            backend=BACKENDS.index(backend),
+            access=ACCESSES.index(tuning.access),
+            queue_depth=tuning.queue_depth,
+            chunk_bytes=tuning.chunk_bytes,
+            slice_bytes=tuning.slice_bytes,
+            threads=tuning.threads,
+            cuda_device=self._device if device is None else device,
+            flags=flags,
+        )
+
+    # The rest
+
+    def resident_pages(self, fd: int, offset: int, length: int, block_bytes: int) -> tuple[int, ...]:
+        """Return how many pages of each block the page cache holds.
+
+        Raises:
+            NativeError: The kernel does not say.
+        """
+        count = -(-length // block_bytes)
+        pages = (ctypes.c_uint64 * count)()
+        status = self._library.coldsnap_io_residency(fd, offset, length, block_bytes, pages, count)
+        self._check(status, "asking for resident pages")
+        return tuple(pages)
+
+    def crc32(self, data: memoryview, crc: int = 0) -> int:
+        """Return the CRC-32 of a writable buffer."""
+        return int(self._library.coldsnap_io_crc32(crc, address_of(data), data.nbytes)) if data.nbytes else crc
+
+    def crc32_combine(self, first: int, second: int, second_length: int) -> int:
+        """Return the CRC-32 of two pieces one after the other."""
+        return int(self._library.coldsnap_io_crc32_combine(first, second, second_length))
+
+    def sha256(self, data: memoryview) -> bytes:
+        """Return the SHA-256 of a writable buffer."""
+        digest = (ctypes.c_uint8 * 32)()
+        self._library.coldsnap_io_sha256(address_of(data) if data.nbytes else 0, data.nbytes, digest)
+        return bytes(digest)
+
+    def memcpy(self, destination: int, source: int, length: int, threads: int) -> None:
+        """Copy between host addresses with so many threads."""
+        self._check(self._library.coldsnap_io_memcpy(destination, source, length, threads), "copying")
+
+    def statistics(self) -> RingStatistics:
+        """Return what the library holds now."""
+        statistics = _Statistics()
+        self._library.coldsnap_io_read_statistics(ctypes.byref(statistics))
+        return RingStatistics(ring_bytes=statistics.ring_bytes, registered_bytes=statistics.registered_bytes)
+
+    def release(self) -> None:
+        """Give the page-locked ring back: before this process is frozen, and when memory is short."""
+        self._check(self._library.coldsnap_io_release(), "releasing the ring")
+
+
+def _extents(extents: Sequence[FileExtent]) -> Any:
+    array = (_Extent * len(extents))()
+    for native, extent in zip(array, extents, strict=True):
+        native.file_offset, native.address, native.length = extent.file_offset, extent.address, extent.length
+        if extent.crc32 is not None:
+            native.verify, native.crc32 = 1, extent.crc32
+        if extent.sha256 is not None:
+            native.verify, native.sha256 = 2, (ctypes.c_uint8 * 32).from_buffer_copy(extent.sha256)
+    return array
+
+
+def _sources(sources: Sequence[Source]) -> Any:
+    array = (_Extent * len(sources))()
+    for native, source in zip(array, sources, strict=True):
+        native.file_offset, native.address, native.length = source.file_offset, source.address, source.length
+        native.verify = _VERIFY[source.verification]
+    return array
