@@ -78,6 +78,12 @@ def main():
         import ctypes
 
         held.append(ctypes.CDLL(None, use_errno=True).syscall(425, 8, ctypes.create_string_buffer(120)))
+    if options.get("huge_ghost"):
+        held.append(tempfile.TemporaryFile(dir="/tmp"))
+        held[-1].truncate((128 << 20) + 1)
+    if options.get("fill_shm_mib"):
+        held.append(shared_memory.SharedMemory(create=True, size=options["fill_shm_mib"] << 20))
+        held[-1].buf[:] = bytes([9]) * len(held[-1].buf)
     if options.get("pty"):
         held.append(os.openpty())
 

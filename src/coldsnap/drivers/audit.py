@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 
 from coldsnap.drivers.base import Process, TreeKeeper
 from coldsnap.drivers.criu import GHOST_LIMIT_BYTES
-from coldsnap.drivers.sockets import TcpSocket, read_tcp, unix_peers
+from coldsnap.drivers.sockets import TcpSocket, read_tcp, read_unix
 from coldsnap.errors import AdmissionError, DriverError
 
 __all__ = ["Audit", "Obstacle", "audit_tree"]
@@ -207,12 +207,18 @@ def _tcp_obstacles(ours: Mapping[int, tuple[_Subject, int]], sockets: Iterable[T
 
 
 def _unix_obstacles(ours: Mapping[int, tuple[_Subject, int]]) -> Iterator[Obstacle]:
-    peers = unix_peers()
-    for inode, (subject, fd) in ours.items():
-        peer = peers.get(inode, 0)
-        if peer and peer not in ours:
-            what = f"a Unix socket (inode {inode}) connected to one outside the tree (inode {peer})"
-            yield subject.obstacle(fd, what, "close it before the capture", passing=True)
+    sockets = {inode: found for inode, found in read_unix().items() if inode in ours}
+    waiting = {inode for found in sockets.values() for inode in found.pending}
+    remedy = "close it before the capture"
+    for inode, found in sockets.items():
+        subject, fd = ours[inode]
+        # A peer of 0 waits to be accepted: by a listener of the tree, which knows it, or by one outside.
+        inside = found.peer in ours or (found.peer == 0 and inode in waiting)
+        if found.peer is not None and not inside:
+            yield subject.obstacle(fd, "a Unix socket connected to one outside the tree", remedy, passing=True)
+        if set(found.pending) - ours.keys():
+            what = "a Unix socket on which a process outside the tree waits to be accepted"
+            yield subject.obstacle(fd, what, "let it accept, or end the other process", passing=True)
 
 
 def _children_first(subjects: Iterable[_Subject]) -> list[int]:

@@ -182,13 +182,14 @@ def dump_tree(
             _continue(keeper, stopped_before)
             raise
         dump_s = time.monotonic() - began
-        write_tree_record(capsule_fd, TreeRecord(nvidia_pids=nvidia_pids))
+        sizes = {name: os.stat(name, dir_fd=images_fd).st_size for name in sorted(os.listdir(images_fd))}
+        write_tree_record(capsule_fd, TreeRecord(nvidia_pids=nvidia_pids, image_bytes=sizes))
         return DumpedTree(
             root_pid=audit.pids[0],
             pids=read_pids(images_fd),
             nvidia_pids=nvidia_pids,
             listeners=tuple(each for each in FilesImage.read(images_fd).tcp_sockets() if each.listening),
-            image_bytes=sum(os.stat(name, dir_fd=images_fd).st_size for name in os.listdir(images_fd)),
+            image_bytes=sum(sizes.values()),
             volatile=frozen_work.saved,
             criu_version=Criu(criu).version(),
             dump_s=dump_s,

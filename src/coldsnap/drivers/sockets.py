@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from attrs import frozen
 
-__all__ = ["TcpSocket", "read_tcp", "to_address", "to_words", "unix_peers"]
+__all__ = ["TcpSocket", "UnixSocket", "plain", "read_tcp", "read_unix", "to_address", "to_words"]
 
 TCP_ESTABLISHED, TCP_TIME_WAIT, TCP_CLOSE, TCP_LISTEN = 1, 6, 7, 10
 
@@ -23,7 +23,8 @@ TCP_ESTABLISHED, TCP_TIME_WAIT, TCP_CLOSE, TCP_LISTEN = 1, 6, 7, 10
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
 NLM_F_REQUEST_DUMP = 0x1 | 0x300
 NLMSG_ERROR, NLMSG_DONE = 2, 3
-UDIAG_SHOW_PEER, UNIX_DIAG_PEER = 0x4, 2
+UDIAG_SHOW_PEER, UDIAG_SHOW_ICONS = 0x4, 0x8
+UNIX_DIAG_PEER, UNIX_DIAG_ICONS = 2, 3
 NETLINK_HEADER = struct.Struct("=IHHII")
 UNIX_REQUEST = struct.Struct("=BBHIIIII")
 UNIX_ANSWER = struct.Struct("=BBBBIII")
@@ -141,19 +142,39 @@ def _messages(diag: socket.socket) -> Iterator[bytes]:
             data = data[(length + 3) & ~3 :]
 
 
-def unix_peers() -> dict[int, int]:
-    """Return, for every connected Unix socket of the caller's network namespace, its peer: inode → inode."""
-    peers = {}
+@frozen(kw_only=True)
+class UnixSocket:
+    """A Unix socket of the caller's network namespace.
+
+    Attributes:
+        peer: Inode of its peer; 0 when that has not been accepted yet, ``None`` when it has none.
+        pending: Inodes of the sockets that wait to be accepted by it.
+    """
+
+    peer: int | None = None
+    pending: tuple[int, ...] = ()
+
+
+def read_unix() -> dict[int, UnixSocket]:
+    """Return every Unix socket of the caller's network namespace by its inode."""
+    found = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as diag:
-        request = UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, UDIAG_SHOW_PEER, 0xFFFFFFFF, 0xFFFFFFFF)
+        show = UDIAG_SHOW_PEER | UDIAG_SHOW_ICONS
+        request = UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, show, 0xFFFFFFFF, 0xFFFFFFFF)
         size = NETLINK_HEADER.size + len(request)
         diag.send(NETLINK_HEADER.pack(size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST_DUMP, 1, 0) + request)
         for answer in _messages(diag):
-            inode = UNIX_ANSWER.unpack_from(answer)[4]
-            at = UNIX_ANSWER.size
-            while at + ATTRIBUTE.size <= len(answer):
-                length, kind = ATTRIBUTE.unpack_from(answer, at)
-                if kind == UNIX_DIAG_PEER:
-                    peers[inode] = struct.unpack_from("=I", answer, at + ATTRIBUTE.size)[0]
-                at += max((length + 3) & ~3, ATTRIBUTE.size)
-    return peers
+            attributes = dict(_attributes(answer[UNIX_ANSWER.size :]))
+            peer, pending = attributes.get(UNIX_DIAG_PEER), attributes.get(UNIX_DIAG_ICONS, b"")
+            found[UNIX_ANSWER.unpack_from(answer)[4]] = UnixSocket(
+                peer=None if peer is None else struct.unpack("=I", peer)[0],
+                pending=struct.unpack(f"={len(pending) // 4}I", pending),
+            )
+    return found
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(data) >= ATTRIBUTE.size:
+        length, kind = ATTRIBUTE.unpack_from(data)
+        yield kind, data[ATTRIBUTE.size : length]
+        data = data[max((length + 3) & ~3, ATTRIBUTE.size) :]

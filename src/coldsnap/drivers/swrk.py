@@ -25,6 +25,7 @@ from coldsnap.errors import DriverError, StepTimeout
 __all__ = ["IMAGES_FD", "SHARED_FD", "WORK_FD", "LocalSpawner", "Session", "local_spawner"]
 
 SOCKET_FD, IMAGES_FD, WORK_FD, SHARED_FD = 3, 4, 5, 6
+POLL_S = 0.25
 GRACE_S = 5.0
 """How long CRIU may take to undo what it did, once nobody listens to it any more, s."""
 
@@ -81,6 +82,7 @@ class Session:
         self._spawner, self._command, self._timeout_s = spawner, command, deadline_s
         self._deadline = time.monotonic() + deadline_s
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._their_link = f"socket:[{os.fstat(theirs.fileno()).st_ino}]"
         # No configuration file may add an option behind our back. The directories travel as descriptors: a path may
         # mean something else in the tree's mount namespace (its /dev/shm is private), and the numbers in
         # images_dir_fd and work_dir_fd are looked up in the sender's /proc entry, which that namespace does not have.
@@ -105,20 +107,34 @@ class Session:
 
     def _receive(self) -> Any:
         """Wait for CRIU's next message until the deadline."""
-        left_s = self._deadline - time.monotonic()
-        self.socket.settimeout(max(left_s, 0.001))
+        while not select.select([self.socket], [], [], max(0.0, min(POLL_S, self._deadline - time.monotonic())))[0]:
+            if time.monotonic() >= self._deadline:
+                raise StepTimeout(
+                    f"criu {self._command} did not end within {self._timeout_s:g} s and was stopped",
+                    seconds=self._timeout_s,
+                )
+            if not self._alive():
+                break  # a process that it had forked may still hold the socket open
+        self.socket.setblocking(False)
         try:
             data = self.socket.recv(1 << 16)
-        except TimeoutError as error:
-            raise StepTimeout(
-                f"criu {self._command} did not end within {self._timeout_s:.0f} s and was stopped",
-                seconds=self._timeout_s,
-            ) from error
+        except BlockingIOError:
+            data = b""
+        finally:
+            self.socket.setblocking(True)
         if not data:
             raise ConnectionError("its process ended without an answer")
         answer = message("criu_resp")()
         answer.ParseFromString(data)
         return answer
+
+    def _alive(self) -> bool:
+        try:
+            fd = os.open(f"{self.pid}/stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._spawner.proc_fd)
+            with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
     def converse(self, request: Any, notify: Mapping[str, Callable[[int], None]]) -> tuple[Any, BaseException | None]:
         """Send a request, serve notifications, return the answer.
@@ -153,8 +169,21 @@ class Session:
         # With nobody at the other end the next notification fails, and CRIU undoes everything in good order.
         self.socket.close()
         try:
-            self._spawner.wait_helper(self.pid, timeout_s=GRACE_S)
+            status = self._spawner.wait_helper(self.pid, timeout_s=GRACE_S)
         except TimeoutError:
             # A killed tracer lets go of its tracees, and its parasite in them leaves when its socket closes.
             end_process(self._spawner.proc_fd, self.pid)
-            self._spawner.wait_helper(self.pid, timeout_s=GRACE_S)
+            status = self._spawner.wait_helper(self.pid, timeout_s=GRACE_S)
+        if status < 0:
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Kill what a killed CRIU had forked: known by the socket that each inherited, and no process of a tree has."""
+        proc_fd = self._spawner.proc_fd
+        for pid in filter(str.isdigit, os.listdir(proc_fd)):
+            try:
+                link = os.readlink(f"{pid}/fd/{SOCKET_FD}", dir_fd=proc_fd)
+            except OSError:
+                continue  # gone, or without such a descriptor
+            if link == self._their_link:
+                end_process(proc_fd, int(pid))

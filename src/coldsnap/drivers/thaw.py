@@ -106,17 +106,20 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) 
         AdmissionError: The port is taken.
         DriverError: A file is in the way, or the memory is full.
         FormatError: The capsule is broken.
+        IntegrityError: An image file is not whole.
     """
     began = time.monotonic()
     held = Reservation()
     try:
+        with opened_directory(capsule_dir) as capsule_fd:
+            volatile, record = read_index(capsule_fd), read_tree_record(capsule_fd)
         with opened_directory(capsule_dir / IMAGES) as images_fd, opened_directory("/proc") as proc_fd:
+            record.check_images(images_fd)
             image = FilesImage.read(images_fd)
             ports = choose_ports(image.tcp_sockets(), read_tcp(proc_fd, os.getpid()), rebind, held)
             move_ports(image, ports)
             _make_logs(keeper, image)
         with opened_directory(capsule_dir) as capsule_fd:
-            volatile, record = read_index(capsule_fd), read_tree_record(capsule_fd)
             put_back(volatile, keeper.root_fd, capsule_fd)
     except BaseException:
         held.close()
@@ -234,7 +237,6 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
         with opened_directory(staged.capsule_dir / IMAGES) as images_fd, opened_directory(keeper.work_dir) as work_fd:
             captured = read_pids(images_fd)
             claims = read_claims(images_fd)
-            image_bytes = sum(os.stat(name, dir_fd=images_fd).st_size for name in os.listdir(images_fd))
             grown = _check_files(keeper, staged.image)
             staged.image.forget_sizes(grown)
             _await_pids(keeper.proc_fd, claims)
@@ -256,7 +258,7 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
         pids=captured,
         listeners=staged.listeners,
         nvidia_pids=staged.record.nvidia_pids,
-        image_bytes=image_bytes,
+        image_bytes=sum(staged.record.image_bytes.values()),
         thaw_s=thawed - waited,
         wait_s=waited - began,
         grown=grown,

@@ -1,22 +1,24 @@
 """``tree.json`` in a capsule: what a thaw must know of the tree and CRIU's images do not say.
 
-The one rule: strict, like every reader of bytes at rest (rule tree.1 of ``docs/drivers.md``).
+The one rule: strict, like every reader of bytes at rest (rules tree.1 and tree.2 of ``docs/drivers.md``).
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import frozen
 
-from coldsnap.errors import FormatError
+from coldsnap.errors import FormatError, IntegrityError
 
 __all__ = ["TREE", "TreeRecord", "read_tree_record", "write_tree_record"]
 
 TREE = "tree.json"
 FORMAT = 1
+FIELDS = {"format", "nvidia_pids", "image_bytes"}
 MAX_BYTES = 1 << 20
 
 
@@ -26,14 +28,36 @@ class TreeRecord:
 
     Attributes:
         nvidia_pids: Processes whose device state was checkpointed, children before their parents.
+        image_bytes: Size of every image file.
     """
 
     nvidia_pids: tuple[int, ...]
+    image_bytes: Mapping[str, int]
+
+    def check_images(self, images_fd: int) -> None:
+        """Compare the sizes of the image files with those recorded.
+
+        CRIU itself goes round and round at the end of a page file that is too short, and fills the disk with its log.
+
+        Args:
+            images_fd: The directory of images.
+
+        Raises:
+            IntegrityError: One is missing, or has another size.
+        """
+        for name, size in self.image_bytes.items():
+            try:
+                found = f"{os.stat(name, dir_fd=images_fd, follow_symlinks=False).st_size} bytes"
+            except FileNotFoundError:
+                found = "no file"
+            if found != f"{size} bytes":
+                raise IntegrityError("an image file is not whole", path=name, expected=f"{size} bytes", actual=found)
 
 
 def write_tree_record(capsule_fd: int, record: TreeRecord) -> None:
     """Write ``tree.json``; it must not exist."""
-    text = json.dumps({"format": FORMAT, "nvidia_pids": list(record.nvidia_pids)}, sort_keys=True)
+    document = {"format": FORMAT, "nvidia_pids": record.nvidia_pids, "image_bytes": dict(record.image_bytes)}
+    text = json.dumps(document, sort_keys=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with os.fdopen(os.open(TREE, flags, 0o600, dir_fd=capsule_fd), "w") as file:
         file.write(text + "\n")
@@ -43,7 +67,7 @@ def read_tree_record(capsule_fd: int) -> TreeRecord:
     """Read ``tree.json``.
 
     Raises:
-        FormatError: Rule tree.1.
+        FormatError: Rules tree.1 and tree.2.
     """
     document: Any = None
     try:
@@ -51,9 +75,13 @@ def read_tree_record(capsule_fd: int) -> TreeRecord:
             document = json.loads(file.read(MAX_BYTES))
     except (OSError, ValueError) as error:
         raise FormatError(f"it cannot be read: {error}", path=TREE, rule="tree.1") from error
-    if not isinstance(document, dict) or set(document) != {"format", "nvidia_pids"} or document["format"] != FORMAT:
-        raise FormatError(f"it is not an object of format {FORMAT} with nvidia_pids", path=TREE, rule="tree.1")
-    pids = document["nvidia_pids"]
+    if not isinstance(document, dict) or set(document) != FIELDS or document["format"] != FORMAT:
+        raise FormatError(f"it is not an object of format {FORMAT} with its fields", path=TREE, rule="tree.1")
+    pids, sizes = document["nvidia_pids"], document["image_bytes"]
     if not isinstance(pids, list) or not all(type(pid) is int and pid > 0 for pid in pids):
-        raise FormatError("nvidia_pids is not a list of pids", path=TREE, rule="tree.1")
-    return TreeRecord(nvidia_pids=tuple(pids))
+        raise FormatError("nvidia_pids is not a list of pids", path=TREE, rule="tree.2")
+    if not isinstance(sizes, dict) or not all(
+        "/" not in name and type(size) is int and size >= 0 for name, size in sizes.items()
+    ):
+        raise FormatError("image_bytes does not name files and sizes", path=TREE, rule="tree.2")
+    return TreeRecord(nvidia_pids=tuple(pids), image_bytes=sizes)
