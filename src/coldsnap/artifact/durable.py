@@ -293,9 +293,11 @@ def remove_uncommitted(path: Path, *, at: FaultPoint = unharmed) -> bool:
 
 def _remove_aside(path: Path) -> None:
     # Under a partial name first: a removal that dies in the middle leaves nothing that could be taken for the original.
+    # The keeper of a workload undoes a failed capture too; whoever comes second finds nothing.
     aside = _partial_beside(path)
-    os.rename(path, aside)
-    remove_tree(aside)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, aside)
+        remove_tree(aside)
 
 
 def remove_committed(path: Path, *, at: FaultPoint = unharmed) -> None:

@@ -61,7 +61,7 @@ class Cuda:
         return {
             "index": index,
             "uuid": f"GPU-{'-'.join(parts)}",
-            "name": bytes(self.call("cuDeviceGetName", 256, device)).rstrip(b"\0").decode(),
+            "name": bytes(self.call("cuDeviceGetName", 256, device)).split(b"\0")[0].decode(),
             "compute_capability": f"{major}.{minor}",
             "memory_bytes": memory,
             "capacity_class_bytes": round(memory / GIB) * GIB,
