@@ -1,0 +1,148 @@
+"""Each example does what its first lines say."""
+
+import asyncio
+import json
+import re
+import shutil
+
+import httpx
+import pytest
+
+import coldsnap as cs
+
+pytestmark = pytest.mark.criu
+
+
+def ask(url):
+    body = {"model": "reference", "prompt": "Who are you?", "max_tokens": 8, "temperature": 0}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=30, headers={"Connection": "close"}).json()
+
+
+def test_capture_leaves_a_committed_artifact_and_no_engine(artifact):
+    opened = cs.Artifact.open(artifact)
+
+    assert opened.descriptor.engine.kind == "reference"
+    assert opened.size_bytes["images"] > 1 << 20
+
+
+def test_capture_plans_without_acting_when_only_the_plan_is_asked_for(tmp_path, example, reference, criu, port, capsys):
+    capture = example("capture")
+    output = tmp_path / "artifact"
+
+    capture.capture(
+        reference(), capture.arguments(["m", str(output), "--criu", criu, "--port", str(port), "--plan-only"])
+    )
+
+    assert f"into {output}" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_capture_says_which_environment_is_wrong_and_does_nothing(tmp_path, example, criu, port, capsys):
+    arguments = [str(tmp_path / "model"), str(tmp_path / "out"), "--criu", criu, "--port", str(port)]
+
+    assert example("capture").main([*arguments, "--python", str(tmp_path / "python")]) == 1
+    assert f"not captured: the engine's interpreter {tmp_path / 'python'} " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_restore_leaves_an_engine_that_another_process_attaches_to(example, artifact, criu, port, engine_name, capsys):
+    arguments = [str(artifact), "--criu", criu, "--port", str(port), "--name", engine_name, "--detach"]
+
+    assert example("restore").main(arguments) == 0
+
+    run_dir = re.search(r"Engine\.attach\('(.+)'\)", capsys.readouterr().out)[1]
+    with cs.Engine.attach(run_dir) as engine:
+        assert engine.name == engine_name
+        assert engine.endpoint.port == port
+        assert ask(engine.endpoint.url)["choices"][0]["token_ids"]
+
+    with pytest.raises(cs.errors.EngineError):
+        cs.Engine.attach(engine_name)
+
+
+def test_restore_says_in_one_sentence_why_it_did_nothing(tmp_path, example, criu, capsys):
+    assert example("restore").main([str(tmp_path / "nowhere"), "--criu", criu]) == 1
+    assert capsys.readouterr().err == f"not restored: there is no artifact at {tmp_path / 'nowhere'}\n"
+
+
+def test_the_orchestrator_swaps_two_engines_and_each_answers_as_before(
+    tmp_path, example, reference, criu, port, capsys
+):
+    orchestrator = example("orchestrator")
+    engines = {"a": reference(weights_seed=1), "b": reference(weights_seed=2)}
+    swapper = orchestrator.Swapper(engines, tmp_path, port=port, criu=criu)
+
+    first_a, first_b, second_a, second_b = asyncio.run(orchestrator.serve(swapper, engines, rounds=2, prompt="Hello"))
+
+    assert (first_a, first_b) == (second_a, second_b)
+    assert first_a != first_b
+    story = re.findall(r"^(\w): (.+) in [\d.]+ s$", capsys.readouterr().out, re.MULTILINE)
+    assert story == [
+        ("a", "cold start and capture"),
+        ("b", "cold start and capture"),
+        ("a", "restored"),
+        ("b", "restored"),
+    ]
+
+
+def test_the_orchestrator_falls_back_to_a_cold_start_when_a_restore_is_refused(
+    tmp_path, example, reference, artifact, criu, port, capsys
+):
+    orchestrator = example("orchestrator")
+    shutil.copytree(artifact, tmp_path / "a")
+    image = max((tmp_path / "a").rglob("pages-*.img"))
+    image.write_bytes(image.read_bytes()[:-1])
+    engines = {"a": reference()}
+
+    answers = asyncio.run(
+        orchestrator.serve(
+            orchestrator.Swapper(engines, tmp_path, port=port, criu=criu), engines, rounds=1, prompt="Hello"
+        )
+    )
+
+    said = capsys.readouterr()
+    assert answers[0]
+    assert "a: cold start in " in said.out
+    assert f"a: not restored, starting it instead: {image}" in said.err
+
+
+def test_the_orchestrator_does_not_take_an_engine_from_those_who_use_it(tmp_path, example, reference, criu, port):
+    orchestrator = example("orchestrator")
+    engines = {"a": reference(weights_seed=1), "b": reference(weights_seed=2)}
+    swapper = orchestrator.Swapper(engines, tmp_path, port=port, criu=criu)
+
+    async def scene():
+        async with swapper.use("a") as first:
+            other = asyncio.create_task(orchestrator.serve(swapper, {"b": engines["b"]}, rounds=1, prompt="Hello"))
+            async with swapper.use("a") as again:
+                assert again is first
+            assert ask(first.endpoint.url)["choices"]
+            assert not other.done()
+        return await other
+
+    assert asyncio.run(scene())[0]
+
+
+def test_the_quickstart_writes_the_keys_that_it_documents(tmp_path, example, reference, criu, port, capsys):
+    quickstart = example("quickstart")
+    few = ["--criu", criu, "--port", str(port), "--cold-starts", "1", "--restores", "1"]
+
+    result = quickstart.measure(reference(), tmp_path, quickstart.arguments(few))
+
+    documented = re.findall(r"``(\w+)``", quickstart.__doc__.split("writes these keys:")[1])
+    assert list(result) == documented
+    assert json.loads(json.dumps(result)) == result
+    assert result["exact"] is True
+    assert len(result["token_ids"]) == quickstart.TOKENS
+    assert "identical" in quickstart.table(result)
+
+
+def test_the_quickstart_makes_its_model_and_says_which_engine_environment_is_wrong(
+    tmp_path, example, criu, port, capsys
+):
+    arguments = ["--criu", criu, "--port", str(port), "--work", str(tmp_path), "--python", str(tmp_path / "python")]
+
+    assert example("quickstart").main(arguments) == 1
+
+    assert (tmp_path / "tiny-qwen3" / "config.json").exists()
+    assert f"the quickstart failed: the engine's interpreter {tmp_path / 'python'} " in capsys.readouterr().err
