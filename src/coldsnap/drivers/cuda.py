@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from coldsnap.drivers.base import Spawner, end_process
 from coldsnap.drivers.cuda_helper import REQUEST_BYTES
-from coldsnap.errors import DriverError, StepTimeout
+from coldsnap.errors import DriverError, EngineError, StepTimeout
 
 __all__ = ["CudaHelper"]
 
@@ -136,6 +136,8 @@ class CudaHelper:
         self._connection.close()
         try:
             self._spawner.wait_helper(self._pid, timeout_s=CLOSE_S)
+        except EngineError:
+            return  # the keeper has ended, and the namespace with the helper in it
         except TimeoutError:
             end_process(self._spawner.proc_fd, self._pid)
             self._spawner.wait_helper(self._pid, timeout_s=MARGIN_S)
