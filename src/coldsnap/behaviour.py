@@ -131,10 +131,12 @@ def _capture(resolved: ResolvedPolicy, context: Context) -> list[tuple[str, str,
     calibration = "graphs are not recreated after a restore, so no shape has to be calibrated"
     return [
         ("weights.mode", "image", f"weights stay in {where} and so in the process image"),
+        ("weights.recovery.enabled", "false", "weights come back with the process image: none are loaded again"),
         ("process.discard", _text(resolved["process.discard"]), discard),
         ("process.shape_calibration", "disabled", calibration),
         ("process.secrets", resolved["process.secrets"], _SECRETS[resolved["process.secrets"]]),
         ("graphs.policy", *graphs),
+        ("io.capture_backend", "not used", "CRIU writes the process image itself"),
         ("io.image_compression", "none", "images are restored as CRIU wrote them"),
     ]
 
@@ -159,6 +161,7 @@ def _restore(resolved: ResolvedPolicy) -> list[tuple[str, str, str]]:
     return [
         ("weights.verify", verify, how[verify]),
         ("compatibility.kernel", kernel, kernels[kernel]),
+        ("io.hydration_backend", "not used", "CRIU reads the process image itself"),
     ]
 
 

@@ -209,6 +209,8 @@ class Plan:
 def _head(data: dict[str, Any]) -> dict[str, str]:
     if data.pop("format") != PLAN_FORMAT:
         raise ValueError(f"expected format {PLAN_FORMAT}")
+    if unknown := sorted(data.keys() - {"operation", "driver", "subject"}):
+        raise ValueError(f"unknown: {', '.join(unknown)}")
     if not all(isinstance(value, str) for value in data.values()):
         raise TypeError("operation, driver and subject must be texts")
     return data

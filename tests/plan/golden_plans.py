@@ -1,0 +1,56 @@
+"""The plans whose texts are kept in ``golden/``. Run as a script it writes the texts anew:
+
+    python tests/plan/golden_plans.py
+
+Read the difference before it is committed: it is what users will see. No test and no session runs this.
+"""
+
+import fleet
+from attrs import evolve
+
+from coldsnap.errors import AdmissionError
+from coldsnap.operation import Stop
+from coldsnap.policy import Policy, Process
+from coldsnap.resolve import resolve
+
+HOST_NAMESPACE = Policy(process=Process(namespace="host"))
+
+
+def _refusal():
+    wrong = fleet.cpu_host(criu=None, listening_ports=(8000,), privileges=evolve(fleet.PRIVILEGES, seccomp="filter"))
+    try:
+        resolve(Policy(), fleet.capture(), fleet.facts(wrong))
+    except AdmissionError as refusal:
+        return str(refusal)
+    raise AssertionError("a host without CRIU was admitted")
+
+
+def _plan(policy, operation, host):
+    return str(resolve(policy, operation, fleet.facts(host)))
+
+
+def texts():
+    """Return every text by its name."""
+    cpu, gpu = fleet.cpu_host(), fleet.gpu_host()
+    captured_cpu, captured_gpu = fleet.captured_on(cpu), fleet.captured_on(gpu)
+    in_host = fleet.captured_on(cpu, namespace="host", run_dir="/run/coldsnap/tiny/rank")
+    return {
+        "launch": _plan(Policy(), fleet.launch(), cpu),
+        "capture": _plan(Policy(), fleet.capture(), cpu),
+        "capture-gpu": _plan(Policy(), fleet.capture(), gpu),
+        "capture-handle": _plan(Policy(), fleet.capture_handle(then="keep"), cpu),
+        "capture-handle-gpu": _plan(Policy(), fleet.capture_handle(then="keep"), gpu),
+        "capture-host-namespace": _plan(HOST_NAMESPACE, fleet.capture(), cpu),
+        "restore": _plan(Policy(), fleet.restore(captured_cpu), cpu),
+        "restore-gpu": _plan(Policy(), fleet.restore(captured_gpu), gpu),
+        "restore-host-namespace": _plan(HOST_NAMESPACE, fleet.restore(in_host), cpu),
+        "stop": _plan(Policy(), Stop(fleet.Handle()), cpu),
+        "refusal": _refusal(),
+    }
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    for name, text in texts().items():
+        (Path(__file__).parent / "golden" / f"{name}.txt").write_text(text + "\n")
