@@ -7,13 +7,55 @@ gigabyte of the very device whose memory is to be restored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from coldsnap.drivers.cuda_helper import CHECKPOINTED, FAILED, LOCKED, RUNNING, CudaDriver, CudaFailure
+__all__ = ["CHECKPOINTED", "FAILED", "LOCKED", "RUNNING", "CudaDriver", "CudaFailure", "open_driver"]
 
-__all__ = ["open_driver"]
-
+RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 _STATES = (RUNNING, LOCKED, CHECKPOINTED, FAILED)  # CUprocessState, in the order of its values
+
+
+class CudaFailure(Exception):
+    """The driver refused.
+
+    Attributes:
+        status: Its number, for example 201.
+    """
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class CudaDriver(Protocol):
+    """The driver's process checkpoint API (CUDA driver API, section Checkpointing), pids in the helper's namespace.
+
+    Every method raises :class:`CudaFailure` when the driver refuses.
+    """
+
+    def state(self, pid: int) -> str:
+        """Return running, locked, checkpointed or failed."""
+        ...
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        """Turn running into locked: finish what was submitted and block further calls."""
+        ...
+
+    def checkpoint(self, pid: int) -> None:
+        """Turn locked into checkpointed: move device memory to host memory and let go of the devices."""
+        ...
+
+    def restore(self, pid: int) -> None:
+        """Turn checkpointed into locked: take the devices and move memory back."""
+        ...
+
+    def unlock(self, pid: int) -> None:
+        """Turn locked into running."""
+        ...
+
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """Return free and total bytes of each device."""
+        ...
 
 
 class _Bindings:

@@ -22,57 +22,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["CudaDriver", "CudaFailure", "main", "serve"]
+from coldsnap.drivers.cuda_driver import CHECKPOINTED, LOCKED, RUNNING, CudaDriver, CudaFailure
+
+__all__ = ["main", "serve"]
 
 REQUEST_BYTES = 64 << 10
-
-RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
-
-
-class CudaFailure(Exception):
-    """The driver refused.
-
-    Attributes:
-        status: Its number, for example 201.
-    """
-
-    def __init__(self, message: str, *, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class CudaDriver(Protocol):
-    """The driver's process checkpoint API (CUDA driver API, section Checkpointing), pids in the helper's namespace.
-
-    Every method raises :class:`CudaFailure` when the driver refuses.
-    """
-
-    def state(self, pid: int) -> str:
-        """Return running, locked, checkpointed or failed."""
-        ...
-
-    def lock(self, pid: int, timeout_ms: int) -> None:
-        """Turn running into locked: finish what was submitted and block further calls."""
-        ...
-
-    def checkpoint(self, pid: int) -> None:
-        """Turn locked into checkpointed: move device memory to host memory and let go of the devices."""
-        ...
-
-    def restore(self, pid: int) -> None:
-        """Turn checkpointed into locked: take the devices and move memory back."""
-        ...
-
-    def unlock(self, pid: int) -> None:
-        """Turn locked into running."""
-        ...
-
-    def memory(self) -> Sequence[tuple[int, int]]:
-        """Return free and total bytes of each device."""
-        ...
-
 
 Step = Callable[[CudaDriver, int, int], None]
 
