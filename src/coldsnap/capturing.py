@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
         ENVIRONMENT: record.to_text(),
         COMMAND: json.dumps({"argv": step.argv, "environment": environ, "cwd": step.cwd}),
     }
-    session.keeper = keeper = Keeper.start(run_dir, namespace=step.namespace, labels=labels)
+    keeper = session.take(Keeper.start(run_dir, namespace=step.namespace, labels=labels))
     keeper.begin(session.plan.operation, [KILL])
     if session.writer is not None:
         keeper.undo(remove(session.writer.path, unless=COMMITTED))
@@ -145,14 +146,30 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
 def attach(session: Session, step: AttachEngine) -> Receipt:
     """Take up an engine that serves: from here on a dead caller leaves it serving."""
     session.serving = True
-    session.keeper = keeper = Keeper.connect(step.run_dir)
+    keeper = session.take(Keeper.connect(step.run_dir))
     keeper.begin(session.plan.operation, [])
     if session.writer is not None:
         keeper.undo(remove(session.writer.path, unless=COMMITTED))
+    if mismatches := list(_not_as_planned(session, keeper)):
+        raise AdmissionError(f"the engine in {step.run_dir} cannot be captured under this policy", mismatches)
     record = EngineRecord.from_text(keeper.labels[ENVIRONMENT], path=f"{step.run_dir}/keeper.json")
     session.engine, session.environment = spec_from_text(record.spec), record.environment
     session.model = session.engine.identify(inherited_environment())
     return Receipt(step=step.id, effective=f"{session.engine.kind} {session.engine.model}")
+
+
+def _not_as_planned(session: Session, keeper: Keeper) -> Iterator[str]:
+    """Yield what the policy demands and a running engine was launched without."""
+    admitted = session.plan["admit-host"]
+    namespace = "private" if keeper.private else "host"
+    if isinstance(admitted, AdmitHost) and admitted.namespace != namespace:
+        yield f'it runs in {namespace} namespaces; set process.namespace = "{namespace}"'
+    secrets = secret_names(json.loads(keeper.labels[COMMAND])["environment"])
+    if secrets and session.plan.decision("process.secrets").effective == "refuse":
+        yield (
+            f"its environment has names that look secret ({', '.join(secrets)}), and a process image would hold their "
+            'values; launch it without them, or set process.secrets = "allow"'
+        )
 
 
 def ready(session: Session, step: AwaitReady) -> Receipt:
@@ -244,13 +261,14 @@ def commit(session: Session, step: CommitArtifact) -> Receipt:
 def settle(session: Session, step: SettleWorkload) -> Receipt:
     """End the operation: the workload is stopped, or is the caller's again."""
     keeper = session.living
-    keeper.end()
-    session.keeper = None
     if step.then == "keep":
+        keeper.end()
+        session.keeper = None
         session.report.engine = Handle(keeper)
         session.report.workload = "the engine serves on"
         return Receipt(step=step.id, effective="serves on")
-    keeper.stop(grace_s=0)
+    keeper.stop(grace_s=0)  # ends the operation too: between the two a dead caller would leave it standing still
+    session.keeper = None
     if session.cuda is not None:
         session.cuda.close()  # the processes it checkpointed are dead; it has nothing to bring back
         session.cuda = None

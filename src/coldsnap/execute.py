@@ -7,13 +7,12 @@ packages that the steps are named after, and what is chosen is chosen among the 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import assert_never
+from typing import Literal, Protocol, assert_never
 
 from coldsnap import accelerating, capturing, restoring
-from coldsnap.errors import ColdSnapError, StepError
 from coldsnap.plan import Plan
 from coldsnap.receipts import Event, EventSink, Receipt, Report
-from coldsnap.runner import FaultPoint, run
+from coldsnap.runner import run
 from coldsnap.session import Session
 from coldsnap.steps import (
     AdmitArtifact,
@@ -49,13 +48,20 @@ from coldsnap.steps import (
 __all__ = ["execute"]
 
 
+class FaultPoint(Protocol):
+    """What is called at every boundary of a step; ``coldsnap.testing.faults.FaultPlan`` is one."""
+
+    def __call__(self, step: str, when: Literal["before", "after"], *, keeper_pid: int | None) -> None:
+        """Let something go wrong: raise, or kill this process or the keeper."""
+
+
 def execute(plan: Plan, *, on_event: EventSink | None = None, fault_point: FaultPoint | None = None) -> Report:
     """Do what the plan says.
 
     Args:
         plan: From ``resolve``.
         on_event: Called at the start and end of every step; ``progress()`` gives one that prints.
-        fault_point: Called before and after every step with its id; for tests of failures.
+        fault_point: Called before and after every step with its id and the keeper's pid; for tests of failures.
 
     Returns:
         The report: receipts, timeline, the engine that runs now.
@@ -64,13 +70,25 @@ def execute(plan: Plan, *, on_event: EventSink | None = None, fault_point: Fault
         AdmissionError: Refused before anything was started.
         ArtifactError: Bytes at rest are not what they should be.
         StepError: A step failed after something had been started; ``.report`` tells everything, ``.report.workload``
-            what became of the workload. Other errors carry the report as ``.report`` too.
+            what became of the workload. Every other exception, KeyboardInterrupt too, carries ``.report`` as well.
     """
     report = Report(operation=plan.operation, plan=plan)
     session = Session(plan=plan, report=report)
     _tell(on_event, Event(kind="plan", text=plan.subject, total=len(plan.steps)))
+
+    def fault(step: str, when: Literal["before", "after"]) -> None:
+        if fault_point is not None:
+            fault_point(step, when, keeper_pid=session.keeper_pid)
+
     try:
-        run(plan, lambda step: _act(session, step), report, on_event=on_event, fault_point=fault_point)
+        run(
+            plan,
+            lambda step: _act(session, step),
+            report,
+            interrupt=session.interrupt,
+            on_event=on_event,
+            fault_point=fault,
+        )
     except BaseException as error:
         _fail(session, error)
         _tell(on_event, Event(kind="done", status="error", at_ns=report.timeline.now_ns(), text=report.workload))
@@ -88,10 +106,7 @@ def _fail(session: Session, error: BaseException) -> None:
     finally:
         session.close()
     report.state, report.error = "failed", str(error) or type(error).__name__
-    if isinstance(error, StepError):
-        error.report = report
-    elif isinstance(error, ColdSnapError):
-        error.__dict__["report"] = report
+    error.__dict__["report"] = report
     error.add_note(report.workload)
 
 

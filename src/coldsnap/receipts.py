@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from attrs import asdict, define, field, frozen
@@ -105,8 +104,9 @@ class Timeline:
 
     origin_unix_ns: int = field(factory=time.time_ns)
     _origin_ns: int = field(factory=time.monotonic_ns, repr=False)
+    # Steps end in several threads: only single operations on the list, which the interpreter keeps whole. A lock could
+    # not be pickled, and a report travels inside errors.
     _spans: list[Span] = field(factory=list, repr=False)
-    _lock: Lock = field(factory=Lock, repr=False, eq=False)
 
     def now_ns(self) -> int:
         """Return the time after the origin, ns."""
@@ -115,8 +115,7 @@ class Timeline:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Return the finished spans by start."""
-        with self._lock:
-            return tuple(sorted(self._spans, key=lambda span: (span.start_ns, -span.end_ns)))
+        return tuple(sorted(self._spans, key=lambda span: (span.start_ns, -span.end_ns)))
 
     @property
     def seconds(self) -> float:
@@ -136,8 +135,7 @@ class Timeline:
             yield
             status = "ok"
         finally:
-            with self._lock:
-                self._spans.append(Span(name=name, parent=parent, start_ns=start, end_ns=self.now_ns(), status=status))
+            self._spans.append(Span(name=name, parent=parent, start_ns=start, end_ns=self.now_ns(), status=status))
 
     def __str__(self) -> str:
         width, total = 40, max(self.seconds, 1e-9)
@@ -193,6 +191,9 @@ class RunningEngine(Protocol):
     @property
     def run_dir(self) -> Path:
         """Return its run directory."""
+
+    def stop(self, grace_s: float = 10.0) -> object:
+        """Stop it."""
 
 
 @define(kw_only=True)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from attrs import evolve
-
 from coldsnap.accelerating import prepare
 from coldsnap.artifact import Artifact, Target
 from coldsnap.capturing import COMMAND, ENVIRONMENT, SPEC
@@ -17,8 +15,8 @@ from coldsnap.describe import target_engine
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Answer, Question, compare
 from coldsnap.engines.environment import environment_still_is
-from coldsnap.engines.specs import EngineRecord, spec_from_text
-from coldsnap.errors import AdmissionError, CompatibilityError
+from coldsnap.engines.specs import EngineRecord, spec_from_text, spec_to_text
+from coldsnap.errors import AdmissionError, CompatibilityError, IntegrityError
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, read_directive, write_directive
 from coldsnap.keeper.rundir import new_name, run_dir_for
@@ -39,6 +37,7 @@ def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
             f"{step.artifact} is not the artifact of the plan: expected {step.digest}, found {opened.digest}; "
             "resolve again"
         )
+    _require_sizes(opened)
     (capsule,) = opened.descriptor.capsule.units
     path = opened.path / capsule.path / "engine.json"
     record = EngineRecord.from_text(path.read_text(), path=str(path))
@@ -56,24 +55,33 @@ def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
     )
 
 
+def _require_sizes(opened: Artifact) -> None:
+    """Refuse what is cut short before anything starts; what is in the files is compared beside the thaw."""
+    for file in opened.descriptor.files:
+        path = opened.path / file.path
+        found = f"{path.stat().st_size} bytes" if path.exists() else "nothing"
+        if found != f"{file.bytes} bytes":
+            raise IntegrityError("the file is not whole", path=str(path), expected=f"{file.bytes} bytes", actual=found)
+
+
 def start_keeper(session: Session, step: StartKeeper) -> Receipt:
     """Start the keeper; until the hand-over a dead caller takes everything with it."""
     opened = session.need(session.artifact, "an artifact")
     captured = opened.descriptor.engine
     (capsule,) = opened.descriptor.capsule.units
-    record = EngineRecord(spec="", environment=session.need(session.environment, "an environment"))
-    text = (opened.path / capsule.path / "engine.json").read_text()
+    environment = session.need(session.environment, "an environment")
+    record = EngineRecord(spec=spec_to_text(session.spec), environment=environment)
     labels = {
         "engine": captured.kind,
         "artifact": str(opened.path),
-        SPEC: EngineRecord.from_text(text, path="engine.json").spec,
-        ENVIRONMENT: evolve(record, spec=EngineRecord.from_text(text, path="engine.json").spec).to_text(),
+        SPEC: record.spec,
+        ENVIRONMENT: record.to_text(),
         COMMAND: json.dumps({"argv": captured.argv, "environment": dict(captured.environment), "cwd": captured.cwd}),
     }
     run_dir = step.run_dir or str(run_dir_for(step.name or new_name(captured.kind)))
     if step.namespace == "host":
         run_dir = str(Path(capsule.run_dir).parent)
-    session.keeper = keeper = Keeper.start(run_dir, namespace=step.namespace, labels=labels)
+    keeper = session.take(Keeper.start(run_dir, namespace=step.namespace, labels=labels))
     keeper.begin("restore", [KILL])
     prepare(session)
     return Receipt(step=step.id, effective=f"{step.namespace} namespaces", reason=f"run directory {run_dir}")

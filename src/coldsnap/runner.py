@@ -23,13 +23,22 @@ Act = Callable[[Step], Receipt]
 FaultPoint = Callable[[str, Literal["before", "after"]], None]
 
 
-def run(plan: Plan, act: Act, report: Report, *, on_event: EventSink | None, fault_point: FaultPoint | None) -> None:
+def run(
+    plan: Plan,
+    act: Act,
+    report: Report,
+    *,
+    interrupt: Callable[[], None],
+    on_event: EventSink | None = None,
+    fault_point: FaultPoint | None = None,
+) -> None:
     """Run every step of ``plan`` through ``act``, collecting receipts and spans in ``report``.
 
     Args:
         plan: What to run.
         act: Does one step and returns its receipt (its seconds are filled in here).
         report: Receives receipts and spans.
+        interrupt: Called when the caller's thread is interrupted; the waits of running steps should end then.
         on_event: Called at the start and end of each step, from several threads; what it raises is dropped.
         fault_point: Called before and after each step, for tests of failures.
 
@@ -69,6 +78,7 @@ def run(plan: Plan, act: Act, report: Report, *, on_event: EventSink | None, fau
                         tell("end", step, text=tell.settle(step, future.result()))
         except BaseException:
             # An interrupt in the caller's thread: let the steps that run come to an end before anything is undone.
+            interrupt()
             wait(running)
             raise
     if failures:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from attrs import define, field
 
@@ -24,6 +24,7 @@ from coldsnap.errors import ColdSnapError
 from coldsnap.host.facts import HostFacts
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Endpoint, read_directive
+from coldsnap.keeper.tree import KILL_TIMEOUT_S
 from coldsnap.plan import Plan
 from coldsnap.receipts import Report
 
@@ -39,7 +40,10 @@ class Session:
     Attributes:
         plan: What runs.
         report: What is told afterwards.
-        serving: Whether the engine was serving before, or has become the caller's: then a failure leaves it serving.
+        serving: Whether the engine was serving before: then a failure leaves it serving.
+        keeper: The keeper, while an operation of this execution is in flight there.
+        keeper_pid: Its pid as this process sees it, also after the hand-over; for fault points.
+        interrupted: Whether the caller does not want to wait any more.
     """
 
     plan: Plan
@@ -47,6 +51,8 @@ class Session:
     serving: bool = False
     host: HostFacts | None = None
     keeper: Keeper | None = None
+    keeper_pid: int | None = None
+    interrupted: bool = False
     engine: Engine | None = None
     environment: EngineEnvironment | None = None
     model: ModelIdentity | None = None
@@ -70,6 +76,15 @@ class Session:
         if value is None:
             raise ColdSnapError(f"the plan has no step before this one that gives {what}; make it with resolve()")
         return value
+
+    def take(self, keeper: Keeper) -> Keeper:
+        """Hold on to a keeper, and return it."""
+        self.keeper, self.keeper_pid = keeper, keeper.keeper_pid
+        return keeper
+
+    def interrupt(self) -> None:
+        """Let the waits of running steps come to an end."""
+        self.interrupted = True
 
     @property
     def living(self) -> Keeper:
@@ -98,6 +113,8 @@ class Session:
 
     def ended(self) -> str | None:
         """Say how the engine ended, or None while it lives: what a wait looks at between two polls."""
+        if self.interrupted:
+            return "the caller was interrupted"
         status = self.living.status()
         return None if status.state in ("running", "stopped") else f"{status.state} ({status.exit})"
 
@@ -105,13 +122,15 @@ class Session:
         """Undo what is half done; return in one sentence what became of the workload."""
         keeper, self.keeper = self.keeper, None
         if keeper is None:
-            return "nothing was started"
+            return self._undo_hand_over()
         try:
             if self.cuda is not None:
                 # First of all: processes that are locked or checkpointed cannot serve, whatever else is undone.
                 self.cuda.close()
             done = keeper.abort()
             state = keeper.status().state if self.serving else "gone"
+            if not self.serving:
+                keeper.wait(KILL_TIMEOUT_S)  # until then processes and port are not free
         except (ColdSnapError, OSError) as error:
             return f"the keeper could not be reached to undo the operation: {error}"
         finally:
@@ -121,6 +140,15 @@ class Session:
             return f"nothing is left running ({undone})"
         return f"the engine is {state} as before ({undone})"
 
-    def close(self, *exc: Any) -> None:
+    def _undo_hand_over(self) -> str:
+        """Stop an engine that this execution started and handed over: the error is all that the caller gets."""
+        handle, told = self.report.engine, self.report.workload
+        if handle is None or self.serving:
+            return told or "nothing was started"
+        self.report.engine = None
+        handle.stop(grace_s=0)
+        return "nothing is left running (the engine had been handed over already, and was stopped)"
+
+    def close(self) -> None:
         """Release everything that the steps acquired."""
-        self.stack.__exit__(*(exc or (None, None, None)))
+        self.stack.close()
