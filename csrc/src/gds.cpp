@@ -85,7 +85,6 @@ void load_locked(const char* path) {
   driver.loaded = true;
 }
 
-// cuFile takes part in GPU transfers only through its kernel module; without it everything would pass through the host.
 void open_locked() {
   if (!driver.loaded) load_locked(nullptr);
   if (driver.open) return;
@@ -96,6 +95,10 @@ void open_locked() {
     throw failure;
   }
   driver.open = true;
+}
+
+// cuFile takes part in GPU transfers only through its kernel module; without it everything would pass through the host.
+void check_module() {
   Properties properties{};
   driver.table.properties(&properties);
   if (!properties.module.major_version && !properties.module.minor_version)
@@ -159,6 +162,7 @@ void load(const char* path) {
 void check_available() {
   const std::lock_guard lock(driver.mutex);
   open_locked();
+  check_module();
 }
 
 void probe(int fd, int cuda_device) {

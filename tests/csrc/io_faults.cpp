@@ -1,11 +1,13 @@
 // Preloaded, it makes system calls of the library fail: after so many calls, with an error, or with less than was asked.
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <cstdarg>
 #include <cstdlib>
 #include <cstring>
 
@@ -26,7 +28,7 @@ struct Plan {
     return times-- > 0 ? error.load() : 0;
   }
 };
-Plan reads, writes, syncs, allocations, populations;
+Plan reads, writes, syncs, allocations, populations, direct_opens;
 
 Plan& plan(const char* name) {
   if (!std::strcmp(name, "preadv")) return reads;
@@ -34,6 +36,7 @@ Plan& plan(const char* name) {
   if (!std::strcmp(name, "fdatasync")) return syncs;
   if (!std::strcmp(name, "fallocate")) return allocations;
   if (!std::strcmp(name, "populate")) return populations;
+  if (!std::strcmp(name, "open_direct")) return direct_opens;
   std::abort();
 }
 
@@ -88,4 +91,17 @@ extern "C" int madvise(void* address, size_t length, int advice) noexcept {
     if (const int fault = populations.next()) return errno = fault, -1;
   static const auto function = real<int (*)(void*, size_t, int)>("madvise");
   return function(address, length, advice);
+}
+extern "C" int open64(const char* path, int flags, ...) {
+  mode_t mode = 0;
+  if (flags & (O_CREAT | O_TMPFILE)) {
+    va_list rest;
+    va_start(rest, flags);
+    mode = va_arg(rest, mode_t);
+    va_end(rest);
+  }
+  if (flags & O_DIRECT)
+    if (const int fault = direct_opens.next()) return errno = fault, -1;
+  static const auto function = real<int (*)(const char*, int, ...)>("open64");
+  return function(path, flags, mode);
 }

@@ -69,9 +69,7 @@ def test_every_backend_equals_the_reference(way, layout, tuning, seed, library, 
     )
 
     expected, reference = delivered(path, layout, data, HostMemory(), None, "python", tuning)
-    found, receipt = delivered(
-        path, layout, data, {"host": host, "device": device}[target], library, backend, tuning
-    )
+    found, receipt = delivered(path, layout, data, {"host": host, "device": device}[target], library, backend, tuning)
 
     assert found == expected
     assert receipt.bytes == reference.bytes == sum(length for _, length in layout.pieces)
