@@ -19,7 +19,7 @@ LAYERS = [
     ["operation", "receipts", "steps", "plan"],
     ["keeper"],
     ["drivers", "engines"],
-    ["behaviour", "describe", "resolve"],
+    ["admission", "behaviour", "describe", "resolve"],
     ["runner", "session", "accelerating", "capturing", "restoring", "execute", "progress"],
     ["testing"],
 ]

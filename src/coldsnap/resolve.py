@@ -6,18 +6,16 @@ the same plan, byte for byte.
 
 from __future__ import annotations
 
-import os
 from typing import Literal, assert_never, cast
 
-from coldsnap.artifact import Artifact, CapsuleUnit, Target
+from coldsnap.admission import command_problems, host_problems, namespace_problems, require
+from coldsnap.artifact import Artifact, Target
 from coldsnap.behaviour import Context, decide, engine_defaults, refuse_without_behaviour
 from coldsnap.describe import target_unit
 from coldsnap.drivers import sequence
 from coldsnap.engines.base import Engine, raise_refusals
-from coldsnap.engines.secrets import secret_names
 from coldsnap.engines.specs import spec_to_text
-from coldsnap.errors import AdmissionError, CompatibilityError, UnsupportedError
-from coldsnap.host.doctor import problems
+from coldsnap.errors import CompatibilityError, UnsupportedError
 from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.host.selection import select_driver
 from coldsnap.keeper.directive import Endpoint
@@ -90,7 +88,7 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
 def _launch(resolved: ResolvedPolicy, operation: Launch, facts: Facts) -> Plan:
     engine = cast("Engine", operation.engine)
     unit, host = _placed(operation.placement, facts)
-    _require(f"{engine.kind} cannot be launched", _host_problems(resolved, host, unit))
+    require(f"{engine.kind} cannot be launched", host_problems(resolved, host, unit))
     driver, why = _driver(resolved, facts, unit, engine.world_size)
     steps = [
         *_launch_steps(resolved, engine, operation.placement, host),
@@ -116,13 +114,7 @@ def _launch_steps(
         engine = engine.eager()
     endpoint = Endpoint(host=unit.address, port=unit.port)
     command = engine.launch_command(endpoint, environ={}, gpu=gpu)
-    secrets = secret_names(command.env)
-    if secrets and resolved["process.secrets"] == "refuse":
-        raise AdmissionError(
-            "the engine's environment has names that look secret, and a process image would hold their values; "
-            'leave them out, or set process.secrets = "allow"',
-            secrets,
-        )
+    require(f"{engine.kind} {engine.model} cannot be launched", command_problems(resolved, command))
     return [
         _admit_host(host, resolved["process.namespace"]),
         AdmitEngine(id="admit-engine", kind=engine.kind, python=engine.python, model=engine.model, revision=""),
@@ -150,7 +142,7 @@ def _launch_steps(
 def _capture(resolved: ResolvedPolicy, operation: Capture, facts: Facts) -> Plan:
     if isinstance(operation.engine, EngineHandle):
         host = facts.host("local")
-        _require("this host cannot capture", _host_problems(resolved, host, None))
+        require("this host cannot capture", host_problems(resolved, host, None))
         _require_as_launched(resolved, host)
         first: list[Step] = [
             _admit_host(host, resolved["process.namespace"]),
@@ -161,7 +153,7 @@ def _capture(resolved: ResolvedPolicy, operation: Capture, facts: Facts) -> Plan
         engine = cast("Engine", operation.engine)
         placement = cast("Placement", operation.placement)
         unit, host = _placed(placement, facts)
-        _require(f"{engine.kind} cannot be captured", _host_problems(resolved, host, unit))
+        require(f"{engine.kind} cannot be captured", host_problems(resolved, host, unit))
         first = _launch_steps(resolved, engine, placement, host, after=("admit-output",))
         ready_after, workers = "launch", engine.world_size
         subject = f"{engine.kind} {engine.model} on {unit.host}, {unit.address}:{unit.port}"
@@ -215,12 +207,12 @@ def _restore(resolved: ResolvedPolicy, operation: Restore, facts: Facts) -> Plan
         Target(units=(target_unit(capsule.unit, host, unit.devices),)), resolved.policy.compatibility
     )
     namespace, placement = resolved["process.namespace"], operation.placement
-    reasons = [*_host_problems(resolved, host, unit), *_namespace_problems(capsule, namespace, placement)]
+    reasons = [*host_problems(resolved, host, unit), *namespace_problems(capsule, namespace, placement)]
     if comparison.mismatches:
         raise CompatibilityError(
             f"the artifact {artifact.path} cannot be restored on {unit.host}", [*comparison.mismatches, *reasons]
         )
-    _require(f"the artifact {artifact.path} cannot be restored on {unit.host}", reasons)
+    require(f"the artifact {artifact.path} cannot be restored on {unit.host}", reasons)
     captured = descriptor.compatibility.units[0].devices
     devices = _devices(unit, host)[: len(captured)]
     steps = [
@@ -350,32 +342,6 @@ def _criu_path(host: HostFacts) -> str:
     return "" if host.criu is None else host.criu.path
 
 
-def _host_problems(resolved: ResolvedPolicy, host: HostFacts, unit: UnitPlacement | None) -> list[str]:
-    """Return every reason why this host, or this place on it, will not do."""
-    found = list(problems(host, namespace=resolved["process.namespace"]))
-    if unit is not None and unit.port in host.listening_ports:
-        found.append(
-            f"{unit.host}: port {unit.port} is in use; stop what listens there or place the engine on another port"
-        )
-    if unit is not None and (absent := sorted(set(unit.devices) - {gpu.index for gpu in host.gpus})):
-        has = ", ".join(str(gpu.index) for gpu in host.gpus) or f"none: {host.gpu_reason}"
-        found.append(f"{unit.host} has no GPU {', '.join(map(str, absent))} (it has {has}); correct the placement")
-    return found
-
-
-def _namespace_problems(capsule: CapsuleUnit, namespace: str, placement: Placement) -> list[str]:
-    if capsule.namespace != namespace:
-        sentence = f"it was captured with process.namespace = {capsule.namespace!r} and can only be restored so"
-        return [f"{sentence}, not with {namespace!r}"]
-    # In the host's namespaces a process finds its directive where it was at capture: nothing can be mounted over it.
-    captured = os.path.dirname(capsule.run_dir)
-    asked = placement.run_dir or (placement.name and os.path.join(os.path.dirname(captured), placement.name))
-    if namespace == "host" and asked and asked != captured:
-        sentence = f"it was captured with process.namespace = 'host' in {captured} and comes back there, not in {asked}"
-        return [f"{sentence}; leave name and run_dir out of the placement"]
-    return []
-
-
 def _require_as_launched(resolved: ResolvedPolicy, host: HostFacts) -> None:
     if resolved["graphs.policy"] == "disabled" and host.gpus:
         raise UnsupportedError(
@@ -383,8 +349,3 @@ def _require_as_launched(resolved: ResolvedPolicy, host: HostFacts) -> None:
             field="graphs.policy",
             works='launching it with graphs.policy = "disabled", then capturing the handle with "auto"',
         )
-
-
-def _require(what: str, reasons: list[str]) -> None:
-    if reasons:
-        raise AdmissionError(what, reasons)

@@ -137,9 +137,19 @@ def test_names_that_look_secret_are_refused_without_their_values(planned):
     with pytest.raises(AdmissionError) as refusal:
         planned(fleet.capture(spec=spec))
 
-    assert refusal.value.mismatches == ("DB_PASSWORD", "MY_API_KEY")
+    assert [reason.split()[3] for reason in refusal.value.mismatches] == ["DB_PASSWORD", "MY_API_KEY"]
     assert "hf_abcdef" not in str(refusal.value)
     assert planned(fleet.capture(spec=spec), **{"process.secrets": "allow"})["launch"].environment
+
+
+@pytest.mark.parametrize("model", ["/dev/shm/m", "/dev/../dev/shm/models/m"])
+def test_a_model_in_shared_memory_is_refused_because_private_namespaces_hide_it(planned, model):
+    spec = fleet.engine(model=model)
+
+    with pytest.raises(AdmissionError, match="/dev/shm, and an engine in private namespaces has one of its own"):
+        planned(fleet.capture(spec=spec))
+
+    assert planned(fleet.capture(spec=spec), **{"process.namespace": "host"})
 
 
 def test_what_an_engine_cannot_have_captured_is_refused(planned):
