@@ -144,7 +144,7 @@ def test_names_that_look_secret_are_refused_without_their_values(planned):
 
 @pytest.mark.parametrize("model", ["/dev/shm/m", "/dev/../dev/shm/models/m"])
 def test_a_model_in_shared_memory_is_refused_because_private_namespaces_hide_it(planned, model):
-    spec = fleet.engine(model=model)
+    spec = fleet.engine(model=model, revision=None)
 
     with pytest.raises(AdmissionError, match="/dev/shm, and an engine in private namespaces has one of its own"):
         planned(fleet.capture(spec=spec))
