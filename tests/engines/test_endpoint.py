@@ -176,3 +176,17 @@ def test_every_interface_is_reached_on_loopback():
 
 def test_a_log_that_is_not_there_has_no_tail(tmp_path):
     assert log_tail(None) == log_tail(tmp_path / "nothing") == ""
+
+
+def test_the_cause_of_an_end_is_told_although_it_was_logged_long_before(tmp_path):
+    log = tmp_path / "engine.log"
+    prefix = "(EngineCore pid=615) ERROR 11-29 20:11:39 [core.py:1510] "
+    lines = [
+        f"{prefix}AssertionError: Not enough NUMA nodes",
+        "AssertionError: Not enough NUMA nodes",
+        "like OSError: 24",
+    ]
+    log.write_text("\n".join([*lines, *("  File x" for _ in range(100)), "RuntimeError: See root cause above."]))
+    tail = log_tail(log).splitlines()
+    assert tail[0] == "(earlier) AssertionError: Not enough NUMA nodes"
+    assert tail[1] == "  File x" and tail[-1] == "RuntimeError: See root cause above." and len(tail) == 21

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,11 @@ __all__ = ["POLL_INTERVAL_S", "await_ready", "log_tail", "reached_by", "stream"]
 POLL_INTERVAL_S = 0.005  # restores are measured in tenths of seconds
 _CONNECT_TIMEOUT_S = 0.25
 _HEALTH_TIMEOUT_S = 2.0  # an engine that accepts and then hangs must not stop the polling
-_TAIL_BYTES = 16 << 10
+_TAIL_BYTES = 64 << 10
+_CAUSES = 3
+
+# "ValueError: what", at the beginning of a line or behind the prefixes of a logger.
+_EXCEPTION = re.compile(r"(\([^)]*\) )?(\w+ [\d-]+ [\d:]+ \[[^]]*\] )?(?P<what>[\w.]*(Error|Exception): .*)")
 
 # What an address that means "every interface" is reached by from the same host.
 _REACHED_BY = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared, never bound
@@ -147,13 +152,23 @@ def _line(response: http.client.HTTPResponse, sock: socket.socket, deadline: flo
 
 
 def log_tail(log: Path | None, lines: int = 20) -> str:
-    """Return the last lines of a log, or nothing when there is none."""
+    """Return the end of a log, and before it the exceptions that the end is the consequence of.
+
+    Engines report a failure from one process to the next; the last traceback says no more than that there was an
+    earlier one.
+
+    Args:
+        log: The file; no text when there is none.
+        lines: How many of the last lines.
+    """
     if log is None:
         return ""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            text = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-lines:])
+    earlier = dict.fromkeys(match["what"] for line in text[:-lines] if (match := _EXCEPTION.match(line)))
+    causes = [f"(earlier) {what}" for what in list(earlier)[:_CAUSES]]
+    return "\n".join([*causes, *text[-lines:]])
