@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from coldsnap.drivers import n610
-from coldsnap.errors import EngineError
+from coldsnap.errors import ColdSnapError
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.undo import CONTINUE, KILL
 
@@ -43,6 +43,19 @@ def ask(port, timeout_s=10.0, host="127.0.0.1"):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
+
+
+@contextmanager
+def removed_shared_memory(keeper):
+    """Remove what the processes of a tree in the host's namespaces map in /dev/shm, under all its names."""
+    inodes = set()
+    for process in () if keeper.private else keeper.tree():
+        with open(f"/proc/{process.pid}/maps") as maps:
+            inodes |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
+    yield
+    for entry in list(os.scandir("/dev/shm")) if inodes else ():
+        if entry.inode() in inodes:
+            os.unlink(entry.path)
 
 
 class Lab:
@@ -108,13 +121,16 @@ class Lab:
         assert os.path.exists(f"/proc/{pid}")
 
     def stop(self, keeper):
+        """End a tree at once; in the host's namespaces nobody but us removes its shared memory then."""
         self.keepers.remove(keeper)
-        keeper.stop(grace_s=0)
+        with removed_shared_memory(keeper):
+            keeper.stop(grace_s=0)
 
     def close(self):
         for keeper in self.keepers:
             try:
-                keeper.stop(grace_s=0)
-            except (EngineError, OSError):
+                with removed_shared_memory(keeper):
+                    keeper.stop(grace_s=0)
+            except (ColdSnapError, OSError):
                 keeper.close()
         self.stack.close()

@@ -66,4 +66,6 @@ def open_driver():
     if reason := os.environ.get("FAKE_CUDA_ABSENT"):
         raise CudaFailure(reason)
     pids = map(int, os.environ["FAKE_CUDA_PIDS"].split())
-    return FakeDriver(dict.fromkeys(pids, os.environ.get("FAKE_CUDA_STATE", "running")), log=os.environ["FAKE_CUDA_LOG"])
+    return FakeDriver(
+        dict.fromkeys(pids, os.environ.get("FAKE_CUDA_STATE", "running")), log=os.environ["FAKE_CUDA_LOG"]
+    )

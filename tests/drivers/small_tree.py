@@ -1,8 +1,8 @@
 """A small process tree with everything an engine's tree has: the subject of the driver tests, run as a script.
 
-Root: an HTTP server with threads and a temperature-free "answer" (a digest of its memory), a spawned child that bumps a
-counter in POSIX shared memory, a semaphore, an established loopback TCP pair and a Unix socket pair between the two, and
-files of its TMPDIR. Options switch on what a dump must refuse.
+Root: an HTTP server with threads and an "answer" (digests of its memory), a spawned child that bumps a counter in POSIX
+shared memory, a semaphore, an established loopback TCP pair and a Unix socket pair between the two, and files of its
+TMPDIR. Options switch on what a dump must refuse.
 """
 
 import hashlib

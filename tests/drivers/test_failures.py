@@ -118,7 +118,7 @@ def test_a_process_under_a_debugger_is_named(lab):
     keeper, port = lab.launch("host")  # a tracer outside the tree's pid namespace has no number in it
     libc = ctypes.CDLL(None)
     seize, detach = 0x4206, 17
-    pid = int(subprocess.run(["pgrep", "-f", f'"port": {port}'], capture_output=True, text=True, timeout=10).stdout.split()[0])
+    pid = keeper.status().root_pid
     assert libc.ptrace(seize, pid, None, None) == 0
     try:
         with pytest.raises(AdmissionError, match="it is traced by process"):
@@ -142,7 +142,7 @@ def test_a_dump_past_its_deadline_ends_and_the_workload_serves(lab, timeout_s):
     lab.dump(keeper)
 
 
-def test_an_interrupt_while_frozen_undoes_the_dump(lab, monkeypatch):
+def test_an_interrupt_while_frozen_undoes_the_dump(lab):
     keeper, port = lab.launch()
 
     class Interrupting:

@@ -94,7 +94,10 @@ def test_a_missing_image_is_refused_with_its_rule(images):
 
 def test_pids_are_processes_and_claims_are_threads_too(images):
     path, fd = images
-    tree = [message("pstree_entry")(pid=600, threads=[600, 602]), message("pstree_entry")(pid=601, ppid=600, threads=[601])]
+    tree = [
+        message("pstree_entry")(pid=600, threads=[600, 602]),
+        message("pstree_entry")(pid=601, ppid=600, threads=[601]),
+    ]
     (path / "pstree.img").write_bytes(encode_entries("pstree.img", tree))
     assert read_pids(fd) == (600, 601)
     assert read_claims(fd) == (600, 602, 601)

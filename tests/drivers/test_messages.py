@@ -63,5 +63,7 @@ def test_enum_values_have_their_numbers():
 
 
 def test_protobuf_is_not_imported_before_a_message_is_asked_for():
-    code = "import sys, coldsnap.drivers.n610; sys.exit(any(name.startswith('google.protobuf') for name in sys.modules))"
+    code = (
+        "import sys, coldsnap.drivers.n610; sys.exit(any(name.startswith('google.protobuf') for name in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

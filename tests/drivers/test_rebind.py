@@ -77,7 +77,9 @@ def test_both_ends_of_a_connection_move_alike_and_an_outside_end_stays(data):
 
 
 def test_only_the_listener_of_the_api_gets_another_address():
-    image = image_of(listener(1, 8000, "0.0.0.0"), listener(2, 9000, "0.0.0.0"), connection(3, ("127.0.0.1", 8000), ("127.0.0.1", 1)))
+    image = image_of(
+        listener(1, 8000, "0.0.0.0"), listener(2, 9000, "0.0.0.0"), connection(3, ("127.0.0.1", 8000), ("127.0.0.1", 1))
+    )
     move_ports(image, PortMap(ports={8000: 8001}, rebind=Rebind(port=8000, to_port=8001, to_address="127.0.0.1")))
     assert [(each.address, each.port) for each in image.tcp_sockets()] == [
         ("127.0.0.1", 8001), ("0.0.0.0", 9000), ("127.0.0.1", 8001),
@@ -152,7 +154,10 @@ def test_the_port_of_the_api_may_be_one_that_another_listener_had():
     assert chosen.ports[free] != free
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=1) | st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4))
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=1)
+    | st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4)
+)
 def test_addresses_as_words_and_as_text_are_the_same(words):
     assert to_words(to_address(words)) == words
 

@@ -9,11 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from drivers_lab import ask, free_port
 
 from coldsnap.drivers import n610
 from coldsnap.drivers.volatile import ROOT
 from coldsnap.errors import AdmissionError
-from drivers_lab import ask, free_port
 
 pytestmark = pytest.mark.criu
 SAME = ("pid", "child", "mark", "digest", "private", "kept", "held", "echo")
@@ -41,9 +41,10 @@ def test_a_tree_comes_back_three_times_from_one_capsule(lab):
         assert thawed.root_pid == dumped.root_pid == before["pid"]
         assert keeper.status().state == "running"
         lab.stop(keeper)
+    print(f"\nkeeper to answer {', '.join(f'{seconds:.3f}' for seconds in times)} s")
     print(
-        f"\ndump {dumped.dump_s:.3f} s (frozen {dumped.stats.frozen_s:.3f}, volatile {dumped.volatile_s:.4f}), "
-        f"{dumped.image_bytes >> 20} MiB; thaw {thawed.thaw_s:.3f} s; keeper to answer {', '.join(f'{t:.3f}' for t in times)} s"
+        f"dump {dumped.dump_s:.3f} s (frozen {dumped.stats.frozen_s:.3f}, volatile {dumped.volatile_s:.4f}), "
+        f"{dumped.image_bytes >> 20} MiB; thaw {thawed.thaw_s:.3f} s"
     )
 
 
@@ -208,5 +209,7 @@ def test_twenty_cycles_leak_nothing(lab):
     assert str(lab.directory) not in mounts
     with pytest.raises(OSError), closing(socket.create_connection(("127.0.0.1", port), timeout=1)):
         pass
-    children = subprocess.run(["ps", "--no-headers", "--ppid", str(os.getpid()), "-o", "comm"], capture_output=True, text=True, timeout=10)
+    children = subprocess.run(
+        ["ps", "--no-headers", "--ppid", str(os.getpid()), "-o", "comm"], capture_output=True, text=True, timeout=10
+    )
     assert set(children.stdout.split()) <= {"ps", os.path.basename(sys.executable)}

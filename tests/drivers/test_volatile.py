@@ -101,6 +101,17 @@ def test_any_sparse_file_comes_back_byte_for_byte(tmp_path_factory, size, pieces
     assert (place.put_back(directory / "other").shm / "f").read_bytes() == (place.shm / "f").read_bytes()
 
 
+def test_two_names_of_one_file_come_back_as_two_names_of_one_file(place, tmp_path):
+    (place.shm / "sem.one").write_text("semaphore")
+    os.link(place.shm / "sem.one", place.shm / "link_remap.1")
+    saved = place.save()
+    assert [entry.kind for entry in saved.entries] == ["file", "hardlink"]
+    assert saved.data_bytes == len("semaphore")
+    other = place.put_back(tmp_path / "other")
+    assert os.path.samefile(other.shm / "sem.one", other.shm / "link_remap.1")
+    assert (other.shm / "sem.one").read_text() == "semaphore"
+
+
 def test_sockets_are_left_and_skipped_paths_are_not_saved(place):
     (place.shm / "coldsnap" / "run").mkdir(parents=True)
     (place.shm / "coldsnap" / "run" / "engine.log").touch()
@@ -175,7 +186,16 @@ def test_removing_takes_ours_and_leaves_directories_that_others_use(place):
 
 
 def entry(**changes):
-    whole = {"path": f"{ROOT}/f", "kind": "file", "mode": 0o600, "uid": 0, "gid": 0, "size_bytes": 10, "extents": [[0, 4]], "target": ""}
+    whole = {
+        "path": f"{ROOT}/f",
+        "kind": "file",
+        "mode": 0o600,
+        "uid": 0,
+        "gid": 0,
+        "size_bytes": 10,
+        "extents": [[0, 4]],
+        "target": "",
+    }
     return whole | changes
 
 
@@ -207,6 +227,8 @@ def document(*entries, **changes):
         (json.dumps(document(entry(path="/dev/shm/../../etc/passwd"))), 3),
         (json.dumps(document(entry(path="/dev/shm/a\x00b"))), 3),
         (json.dumps(document(entry(), entry())), 3),
+        (json.dumps(document(entry(kind="hardlink", target="/dev/shm/g", extents=[]))), 3),
+        (json.dumps(document(entry(kind="hardlink", target="/dev/shm/g"), entry(path="/dev/shm/g"))), 3),
         (json.dumps(document(entry(extents=[[8, 4]]))), 4),
         (json.dumps(document(entry(extents=[[0, 4], [2, 2]]))), 4),
         (json.dumps(document(entry(extents=[[0, 0]]))), 4),
@@ -244,7 +266,9 @@ def test_an_index_read_is_the_index_written(tmp_path_factory, found, mode, owner
     directory = tmp_path_factory.mktemp("index")
     files = VolatileFiles(
         entries=tuple(
-            VolatileEntry(path=f"{ROOT}/{name}", kind="file", mode=mode, uid=owner, gid=0, size_bytes=9, extents=((1, 2), (5, 4)))
+            VolatileEntry(
+                path=f"{ROOT}/{name}", kind="file", mode=mode, uid=owner, gid=0, size_bytes=9, extents=((1, 2), (5, 4))
+            )
             for name in found
         )
     )

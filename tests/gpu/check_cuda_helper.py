@@ -1,9 +1,9 @@
-"""Prove the CUDA helper, and with CRIU the whole n610 driver, on a real torch process tree. Run it on a machine with a GPU.
+"""Prove the CUDA helper, and with CRIU the whole n610 driver, on a real torch process tree, on a machine with a GPU.
 
     PYTHONPATH=src python3 tests/gpu/check_cuda_helper.py [--criu PATH] [--json FILE] [--namespace private|host]
 
-The tree has a parent and a child that both hold CUDA memory, the parent also a captured CUDA graph. Checked, in a private
-pid namespace and in the host's: lock, checkpoint, restore, unlock; the rollback of a helper that is closed in between;
+The tree has a parent and a child that both hold CUDA memory, the parent also a captured CUDA graph. Checked, in a
+private pid namespace and in the host's: lock, checkpoint, restore, unlock; the rollback of a helper closed in between;
 and with ``--criu`` a dump, the end of the tree, two restores and the same answers. Exit status 0 when all of it holds.
 
 ``--driver fake_cuda:open_driver --device cpu`` runs the same without a GPU, to check this script itself.
@@ -129,8 +129,14 @@ class Check:
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         environment = {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths if path)}
         environment |= {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        environment |= {"FAKE_CUDA_PIDS": " ".join(map(str, pids)), "FAKE_CUDA_LOG": os.devnull, "FAKE_CUDA_STATE": state}
-        helper = self.timed("helper start", CudaHelper.start, keeper, environment=environment, driver=self.options.driver)
+        environment |= {
+            "FAKE_CUDA_PIDS": " ".join(map(str, pids)),
+            "FAKE_CUDA_LOG": os.devnull,
+            "FAKE_CUDA_STATE": state,
+        }
+        helper = self.timed(
+            "helper start", CudaHelper.start, keeper, environment=environment, driver=self.options.driver
+        )
         self.timed("helper ready (cuInit)", helper.memory)
         return helper
 
@@ -160,7 +166,9 @@ class Check:
                 print(keeper.log_tail(30))
                 for log in sorted(keeper.work_dir.glob("*.log")):
                     print(f"--- {log.name}:\n{log.read_text(errors='replace')[-1500:]}")
-                with contextlib.suppress(Exception):  # it may have ended already; the error in flight is the one to tell of
+                with contextlib.suppress(
+                    Exception
+                ):  # it may have ended already; the error in flight is the one to tell of
                     keeper.stop(grace_s=0)
                 raise
 
@@ -196,7 +204,14 @@ class Check:
             self.timed("lock for the dump", helper.lock, pids, timeout_s=60)
             self.timed("checkpoint for the dump", helper.checkpoint, timeout_s=120)
             dumped = self.timed(
-                "dump", n610.dump_tree, keeper, self.options.criu, capsule, leave="stopped", timeout_s=300, nvidia_pids=pids
+                "dump",
+                n610.dump_tree,
+                keeper,
+                self.options.criu,
+                capsule,
+                leave="stopped",
+                timeout_s=300,
+                nvidia_pids=pids,
             )
         print(f"  {self.namespace:8}image {dumped.image_bytes >> 20} MiB, {dumped.details}")
         keeper.signal(9, whom="tree")
@@ -211,7 +226,9 @@ class Check:
                     helper = self.helper(again, pids, "checkpointed")
                     rebind = n610.Rebind(port=self.port, to_port=self.port)
                     staged = self.timed(f"stage {number}", n610.stage_tree, again, capsule, rebind=rebind)
-                    thawed = self.timed(f"thaw {number}", n610.thaw_tree, again, self.options.criu, staged, timeout_s=300)
+                    thawed = self.timed(
+                        f"thaw {number}", n610.thaw_tree, again, self.options.criu, staged, timeout_s=300
+                    )
                     self.timed(f"cuda restore {number}", helper.restore, thawed.nvidia_pids, timeout_s=120)
                     self.timed(f"cuda unlock {number}", helper.unlock, timeout_s=60)
                     helper.close()

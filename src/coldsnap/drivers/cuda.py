@@ -36,12 +36,14 @@ class CudaHelper:
 
     Attributes:
         pids: The processes of the last ``lock`` or ``restore``, children first.
+        margin_s: How much longer than the deadline of a step its answer is waited for, s.
     """
 
     def __init__(self, spawner: Spawner, connection: socket.socket, pid: int) -> None:
         self._spawner, self._connection, self._pid = spawner, connection, pid
         self._ready = False
         self.pids: tuple[int, ...] = ()
+        self.margin_s = MARGIN_S
 
     @classmethod
     def start(
@@ -163,7 +165,7 @@ class CudaHelper:
     def _step(self, op: str, timeout_s: float) -> float:
         began = time.monotonic()
         try:
-            self._ask({"op": op, "pids": self.pids, "timeout_ms": int(timeout_s * 1000)}, timeout_s + MARGIN_S)
+            self._ask({"op": op, "pids": self.pids, "timeout_ms": int(timeout_s * 1000)}, timeout_s + self.margin_s)
         except BaseException:
             self.close()  # its socket closed, it brings every process back
             raise

@@ -112,7 +112,15 @@ class _WhileFrozen:
         if self._keeper.private:
             return {ROOT, *(path for path in remapped if not path.startswith(f"{ROOT}/"))}
         # In the host's /dev/shm only what the tree maps or holds open is known to be its own; its TMPDIR is its own.
-        return {self._keeper.tmp_dir} | remapped | {path for path in opened if path.startswith(f"{ROOT}/")}
+        known = remapped | {path for path in opened if path.startswith(f"{ROOT}/")}
+        return {self._keeper.tmp_dir} | known | _other_names(known)
+
+
+def _other_names(paths: set[str]) -> set[str]:
+    """Return the names in the host's /dev/shm of the same files: a semaphore is open under a name that is gone."""
+    inodes = {os.lstat(path).st_ino for path in paths if path.startswith(f"{ROOT}/")}
+    with os.scandir(ROOT) as entries:
+        return {entry.path for entry in entries if entry.inode() in inodes}
 
 
 def _await_stopped(keeper: TreeKeeper) -> None:
@@ -123,9 +131,23 @@ def _await_stopped(keeper: TreeKeeper) -> None:
         time.sleep(POLL_S)
 
 
-def _continue(keeper: TreeKeeper, stopped_before: set[int]) -> None:
-    if {process.pid for process in keeper.tree() if process.state == "T"} - stopped_before:
-        keeper.signal(signal.SIGCONT, whom="tree")
+@contextmanager
+def _running_unless_dumped(keeper: TreeKeeper) -> Iterator[None]:
+    """Continue what a dump that failed has left stopped."""
+    stopped_before = {process.pid for process in keeper.tree() if process.state == "T"}
+    try:
+        yield
+    except BaseException:
+        if {process.pid for process in keeper.tree() if process.state == "T"} - stopped_before:
+            keeper.signal(signal.SIGCONT, whom="tree")
+        raise
+
+
+def _record(capsule_fd: int, images_fd: int, nvidia_pids: tuple[int, ...]) -> TreeRecord:
+    sizes = {name: os.stat(name, dir_fd=images_fd).st_size for name in sorted(os.listdir(images_fd))}
+    record = TreeRecord(nvidia_pids=nvidia_pids, image_bytes=sizes)
+    write_tree_record(capsule_fd, record)
+    return record
 
 
 def dump_tree(
@@ -164,35 +186,23 @@ def dump_tree(
         opened_directory(capsule_dir / IMAGES) as images_fd,
         opened_directory(keeper.work_dir) as work_fd,
     ):
-        frozen_work = _WhileFrozen(keeper, images_fd, capsule_fd, stop=leave == "stopped")
-        command = Criu(criu, keeper)
-        stopped_before = {process.pid for process in keeper.tree() if process.state == "T"}
+        frozen = _WhileFrozen(keeper, images_fd, capsule_fd, stop=leave == "stopped")
+        directories = {"images_fd": images_fd, "work_fd": work_fd}
         began = time.monotonic()
-        try:
-            command.dump(
-                audit.pids[0],
-                images_fd=images_fd,
-                work_fd=work_fd,
-                timeout_s=timeout_s,
-                notify={"post-dump": frozen_work},
-            )
+        with _running_unless_dumped(keeper):
+            Criu(criu, keeper).dump(audit.pids[0], **directories, timeout_s=timeout_s, notify={"post-dump": frozen})
             if leave == "stopped":
                 _await_stopped(keeper)
-        except BaseException:
-            _continue(keeper, stopped_before)
-            raise
         dump_s = time.monotonic() - began
-        sizes = {name: os.stat(name, dir_fd=images_fd).st_size for name in sorted(os.listdir(images_fd))}
-        write_tree_record(capsule_fd, TreeRecord(nvidia_pids=nvidia_pids, image_bytes=sizes))
         return DumpedTree(
             root_pid=audit.pids[0],
             pids=read_pids(images_fd),
             nvidia_pids=nvidia_pids,
             listeners=tuple(each for each in FilesImage.read(images_fd).tcp_sockets() if each.listening),
-            image_bytes=sum(sizes.values()),
-            volatile=frozen_work.saved,
+            image_bytes=sum(_record(capsule_fd, images_fd, nvidia_pids).image_bytes.values()),
+            volatile=frozen.saved,
             criu_version=Criu(criu).version(),
             dump_s=dump_s,
-            volatile_s=frozen_work.seconds,
+            volatile_s=frozen.seconds,
             stats=read_stats(work_fd),
         )

@@ -76,6 +76,7 @@ class _Saver:
     def __init__(self, blob_fd: int, skip: frozenset[str]) -> None:
         self._blob, self._skip = blob_fd, skip
         self._taken: set[str] = set()
+        self._names: dict[tuple[int, int], str] = {}
         self.entries: list[VolatileEntry] = []
 
     def take_above(self, root_fd: int, path: str) -> None:
@@ -105,13 +106,21 @@ class _Saver:
         elif stat.S_ISLNK(info.st_mode):
             self._add("symlink", path, info, target=os.readlink(name, dir_fd=dir_fd))
         elif stat.S_ISREG(info.st_mode):
-            with _opened(name, os.O_RDONLY, dir_fd) as fd:
-                size = os.fstat(fd).st_size
-                extents = tuple(_data_extents(fd, size))
-                for offset, length in extents:
-                    _copy(fd, self._blob, offset, length)
-            self._add("file", path, info, size_bytes=size, extents=extents)
+            self._take_file(dir_fd, name, path, info)
         # Sockets and fifos are left: CRIU makes them again itself.
+
+    def _take_file(self, dir_fd: int, name: str, path: str, info: os.stat_result) -> None:
+        # A semaphore has its own name and the one CRIU gave it: one file, or who opens it later gets another one.
+        first = self._names.setdefault((info.st_dev, info.st_ino), path)
+        if first != path:
+            self._add("hardlink", path, info, target=first)
+            return
+        with _opened(name, os.O_RDONLY, dir_fd) as fd:
+            size = os.fstat(fd).st_size
+            extents = tuple(_data_extents(fd, size))
+            for offset, length in extents:
+                _copy(fd, self._blob, offset, length)
+        self._add("file", path, info, size_bytes=size, extents=extents)
 
     def take_below(self, dir_fd: int, name: str, path: str) -> None:
         """Save what a directory holds."""
@@ -162,26 +171,35 @@ def _make_all(files: VolatileFiles, root_fd: int, blob: int, made: list[Volatile
 def _make(root_fd: int, entry: VolatileEntry, blob: int, at: int) -> bool:
     """Make one entry and say whether it is new: a directory may be there already."""
     with _parent(root_fd, entry.path) as (parent, name):
-        if entry.kind == "dir":
-            try:
-                os.mkdir(name, dir_fd=parent)
-            except FileExistsError:
-                if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-                    raise
-                return False
-            os.chown(name, entry.uid, entry.gid, dir_fd=parent, follow_symlinks=False)
-            with _opened(name, os.O_RDONLY | os.O_DIRECTORY, parent) as fd:
-                os.fchmod(fd, entry.mode)
-        elif entry.kind == "symlink":
-            os.symlink(entry.target, name, dir_fd=parent)
-            os.chown(name, entry.uid, entry.gid, dir_fd=parent, follow_symlinks=False)
-        else:
-            with _opened(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, parent) as fd:
-                try:
-                    _fill(fd, entry, blob, at)
-                except OSError:
-                    os.unlink(name, dir_fd=parent)
-                    raise
+        match entry.kind:
+            case "dir":
+                return _make_directory(parent, name, entry)
+            case "symlink":
+                os.symlink(entry.target, name, dir_fd=parent)
+                os.chown(name, entry.uid, entry.gid, dir_fd=parent, follow_symlinks=False)
+            case "hardlink":
+                with _parent(root_fd, entry.target) as (first_parent, first):
+                    os.link(first, name, src_dir_fd=first_parent, dst_dir_fd=parent, follow_symlinks=False)
+            case "file":
+                with _opened(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, parent) as fd:
+                    try:
+                        _fill(fd, entry, blob, at)
+                    except OSError:
+                        os.unlink(name, dir_fd=parent)
+                        raise
+    return True
+
+
+def _make_directory(parent: int, name: str, entry: VolatileEntry) -> bool:
+    try:
+        os.mkdir(name, dir_fd=parent)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise
+        return False
+    os.chown(name, entry.uid, entry.gid, dir_fd=parent, follow_symlinks=False)
+    with _opened(name, os.O_RDONLY | os.O_DIRECTORY, parent) as fd:
+        os.fchmod(fd, entry.mode)
     return True
 
 

@@ -21,12 +21,12 @@ INDEX, BLOB = "volatile.json", "volatile.blob"
 FORMAT = 1
 MAX_INDEX_BYTES = 64 << 20
 
-Kind = Literal["file", "dir", "symlink"]
+Kind = Literal["file", "dir", "symlink", "hardlink"]
 
 
 @frozen(kw_only=True)
 class VolatileEntry:
-    """One saved file, directory or symbolic link.
+    """One saved file, directory, symbolic link, or further name of a file.
 
     Attributes:
         path: Absolute, as the tree sees it.
@@ -37,7 +37,7 @@ class VolatileEntry:
         size_bytes: Length, holes included; 0 for others than files.
         extents: Ranges with data, as ``(offset, length)`` in bytes, ascending; their bytes lie in the blob one after
             the other, in the order of the entries.
-        target: Where a symbolic link points; empty for others.
+        target: Where a symbolic link points, or the name that a hard link shares its file with; empty for others.
     """
 
     path: str
@@ -150,4 +150,10 @@ def read_index(capsule_fd: int) -> VolatileFiles:
     paths = [entry.path for entry in entries]
     if len(set(paths)) != len(paths):
         raise _broken("a path occurs twice", 3)
+    files: set[str] = set()
+    for number, entry in enumerate(entries):
+        if entry.kind == "hardlink" and entry.target not in files:
+            raise _broken(f"its target {entry.target!r} is no file before it", 3, f" entry {number}")
+        if entry.kind == "file":
+            files.add(entry.path)
     return VolatileFiles(entries=tuple(entries))
