@@ -109,11 +109,6 @@ class Keeper:
         """Close the connection: an operation in flight is undone; a serving engine serves on."""
         self._connection.close()
 
-    def __del__(self) -> None:
-        # A forgotten handle is no mistake of its user: the engine belongs to its keeper and serves on.
-        with contextlib.suppress(Exception):
-            self.close()
-
     def __enter__(self) -> Self:
         return self
 
