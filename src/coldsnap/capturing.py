@@ -269,6 +269,8 @@ def settle(session: Session, step: SettleWorkload) -> Receipt:
         return Receipt(step=step.id, effective="serves on")
     keeper.stop(grace_s=0)  # ends the operation too: between the two a dead caller would leave it standing still
     session.keeper = None
+    if not keeper.private:
+        n610.remove_leftovers(session.need(session.dumped, "a process image").volatile)
     if session.cuda is not None:
         session.cuda.close()  # the processes it checkpointed are dead; it has nothing to bring back
         session.cuda = None

@@ -5,6 +5,7 @@ The one rule: every wait has an end, and a connection that broke says what becam
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -51,6 +52,11 @@ class Connection:
                 self._channel.close()
                 for fd in (*self.fds, self._life_fd):
                     os.close(fd)
+
+    def __del__(self) -> None:
+        # A handle that is merely forgotten is no mistake: the engine serves on, and nothing may leak or warn.
+        with contextlib.suppress(AttributeError):
+            self.close()
 
     def ask(
         self,
