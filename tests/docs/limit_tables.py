@@ -1,0 +1,161 @@
+"""The tables of docs/limits.md, from the tables of the code; run this file to print them."""
+
+import ast
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
+
+import fleet
+from attrs import evolve
+
+import coldsnap.drivers.audit
+from coldsnap.behaviour import ANY, WORKING
+from coldsnap.engines.vllm import arguments
+from coldsnap.operation import Capture, Placement, UnitPlacement, local
+from coldsnap.policy import Policy, leaves
+from coldsnap.resolve import resolve
+
+
+def code(*texts):
+    return " ".join(f"`{text}`" for text in texts)
+
+
+def value(item):
+    """Return a value as TOML writes it."""
+    if isinstance(item, str):
+        return f'"{item}"'
+    return str(list(item) if isinstance(item, tuple) else item).lower()
+
+
+def policy_rows():
+    """Leaves of which some value, or every value, is refused when somebody sets it."""
+    for row in leaves():
+        working = WORKING.get(row.path, ())
+        if working is not ANY:
+            yield code(row.path), code(*map(value, working)) if working else "leaving it unset"
+
+
+def limit_rows(limits):
+    """Arguments, or names of the environment."""
+    for limit in limits:
+        names = code(*limit.names)
+        if limit.allowed:
+            names += f" (but for {code(*limit.allowed)})"
+        yield names, limit.why, limit.works
+
+
+def model_rows():
+    """Keys of config.json."""
+    for limit in arguments.CONFIG_LIMITS:
+        yield code(limit.key), limit.why, limit.works
+
+
+def table(rows):
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
+
+
+def audit_phrases():
+    """Every phrase that the audit before a dump says of an obstacle, and of what to do about it."""
+    tree = ast.parse(Path(coldsnap.drivers.audit.__file__).read_text())
+    sources = [
+        node
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.FunctionDef) and node.name.endswith("_obstacles"))
+        or (
+            isinstance(node, ast.Assign)
+            and getattr(node.targets[0], "id", "") in ("_ANONYMOUS", "_TERMINAL", "_OUTSIDE")
+        )
+    ]
+    assert len(sources) >= 7
+    texts = {
+        node.value.strip(" ,:;(")
+        for source in sources
+        for node in ast.walk(source)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return sorted(text for text in texts if " " in text and len(text) > 10)
+
+
+def planned(operation, host=None, **leaves_set):
+    return resolve(Policy().evolve(**leaves_set), operation, fleet.facts(host or fleet.cpu_host()))
+
+
+def placed(**options):
+    return Capture(fleet.engine(), output=fleet.OUTPUT, placement=local(port=8000, **options))
+
+
+def host(**changes):
+    return lambda: planned(fleet.capture(), fleet.cpu_host(**changes))
+
+
+def engine(gpu=False, **changes):
+    return lambda: planned(fleet.capture(spec=fleet.engine(**changes)), fleet.gpu_host() if gpu else fleet.cpu_host())
+
+
+def missing(capability):
+    return tuple(name for name in fleet.NEEDED_CAPABILITIES if name != capability)
+
+
+def elsewhere(**changes):
+    there = fleet.cpu_host(**changes)
+    return lambda: planned(fleet.restore(fleet.captured_on(fleet.cpu_host())), there)
+
+
+TWO_UNITS = Placement(units=tuple(UnitPlacement(unit=f"unit-{n}", port=8000 + n) for n in range(2)))
+
+# What stands in the first column of the tables of the document, and how it comes about.
+SITUATIONS = {
+    "no CRIU": host(criu=None),
+    "CRIU older than 4.2": host(criu=evolve(fleet.CRIU, version=(4, 1, 1))),
+    "a kernel that CRIU cannot work with": host(
+        criu=evolve(fleet.CRIU, check_ok=False, check_message="Kernel has no CONFIG_CHECKPOINT_RESTORE")
+    ),
+    "an unprivileged caller": host(
+        privileges=evolve(fleet.PRIVILEGES, euid=1000, capabilities=missing("CAP_SYS_ADMIN"))
+    ),
+    "a caller under seccomp": host(
+        privileges=evolve(fleet.PRIVILEGES, seccomp="filter", filtered_ancestors=("python (pid 7)", "sh (pid 1)"))
+    ),
+    "no private namespaces": host(kernel=evolve(fleet.KERNEL, namespaces=("user",))),
+    "a port in use": host(listening_ports=(8000,)),
+    "GPUs that could not be listed": host(gpus_known=False, gpu_reason="cuda-bindings is not installed"),
+    "NVIDIA driver 580 to 609": lambda: planned(fleet.capture(), fleet.gpu_host("580.82.07")),
+    "NVIDIA driver before 580": lambda: planned(fleet.capture(), fleet.gpu_host("570.124.06")),
+    '`compatibility.driver = "probed"` without a record of this boot': lambda: planned(
+        fleet.capture(), fleet.gpu_host("580.82.07", qualified=False), **{"compatibility.driver": "probed"}
+    ),
+    "a GPU that is not there": lambda: planned(placed(devices=(2,)), fleet.gpu_host(count=2)),
+    "several hosts, or several units": lambda: planned(
+        Capture(fleet.engine(), output=fleet.OUTPUT, placement=TWO_UNITS)
+    ),
+    "a name in `env=` that looks secret": engine(env={"SERVICE_PASSWORD": "x"}),
+    "a `COLDSNAP_` name in `env=` that this library sets": engine(env={"COLDSNAP_DIRECTIVE": "/x"}),
+    "a path in `/dev/shm`": engine(args=("--download-dir", "/dev/shm/models")),
+    "expandable segments, on a GPU": engine(gpu=True, env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    "another architecture": elsewhere(kernel=evolve(fleet.KERNEL, architecture="aarch64")),
+    "a processor without a flag of the captured one": elsewhere(
+        cpu=evolve(fleet.cpu_host().cpu, flags=("avx2", "sse2"))
+    ),
+    "an older CRIU than the captured one": elsewhere(
+        criu=evolve(fleet.CRIU, version=(4, 2, 0), build_digest="sha256:" + "12" * 32)
+    ),
+    "a host without the GPU of the capture": lambda: planned(
+        fleet.restore(fleet.captured_on(fleet.gpu_host())), fleet.cpu_host()
+    ),
+    "another `process.namespace` than at capture": lambda: planned(
+        fleet.restore(fleet.captured_on(fleet.cpu_host())), **{"process.namespace": "host"}
+    ),
+}
+
+if __name__ == "__main__":
+    from coldsnap.errors import ColdSnapError
+
+    print(table(policy_rows()), table(limit_rows(arguments.ARGUMENT_LIMITS)), sep="\n\n")
+    print(table(limit_rows(arguments.ENVIRONMENT_LIMITS)), table(model_rows()), sep="\n\n")
+    print(*audit_phrases(), sep="\n")
+    for title, happens in SITUATIONS.items():
+        try:
+            print(f"\n{title}: nothing refused: {happens()}")
+        except ColdSnapError as error:
+            print(f"\n{title}: {type(error).__name__}\n{error}")
