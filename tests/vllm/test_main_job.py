@@ -1,0 +1,109 @@
+"""The main job on real vLLM: captured, restored beside its living original, killed, restored again, the same tokens."""
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import coldsnap as cs
+from coldsnap.engines.control import Ranks
+
+pytestmark = [pytest.mark.vllm, pytest.mark.criu, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPT = "You may convey verbatim copies of the"
+MAKER = Path(__file__).parents[2] / "examples" / "make_tiny_model.py"
+ARGS = (
+    "--dtype",
+    "bfloat16",
+    "--max-model-len",
+    "512",
+    "--max-num-seqs",
+    "4",
+    "--num-gpu-blocks-override",
+    "64",
+    "--enforce-eager",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, engine_python):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    subprocess.run([engine_python, str(MAKER), str(path)], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def spec(model, engine_python, tmp_path, tensor_parallel):
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    if tensor_parallel > 1:
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # one NUMA node, two workers
+    return cs.VLLM(model, args=(*ARGS, "-tp", str(tensor_parallel)), python=engine_python, env=env)
+
+
+def complete(engine, model, **changes):
+    """Return the token ids of a completion; the connection is closed by the server."""
+    body = {
+        "model": str(model),
+        "prompt": PROMPT,
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    connection = http.client.HTTPConnection(engine.endpoint.host, engine.endpoint.port, timeout=120)
+    with contextlib.closing(connection):
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST", "/v1/completions", json.dumps(body | changes), headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        assert response.status == 200, answer
+    return answer["choices"][0]["token_ids"]
+
+
+def sampled(engine, model, **changes):
+    return complete(engine, model, temperature=1.0, **changes)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_captured_server_answers_the_same_beside_its_original_and_after_its_death(
+    tensor_parallel, model, engine_python, criu, tmp_path, free_ports
+):
+    port, other = free_ports(2)
+    policy, output = cs.Policy(), tmp_path / "artifact"
+
+    def run(operation):
+        report = cs.execute(cs.resolve(policy, operation, cs.probe(criu=criu)), on_event=cs.progress(file=sys.stdout))
+        print(report.timeline)
+        return report
+
+    launched = run(cs.Launch(spec(model, engine_python, tmp_path, tensor_parallel), placement=cs.local(port=port)))
+    with launched.engine as original:
+        expected = complete(original, model)
+        captured = run(cs.Capture(original, output=output, then="keep", prompt=PROMPT, answer_tokens=24))
+        assert captured.workload == "the engine serves on"
+        assert complete(original, model) == expected
+
+        artifact = cs.Artifact.open(output)
+        assert len(artifact.descriptor.topology.workers) == tensor_parallel
+        with run(cs.Restore(artifact, placement=cs.local(port=other))).engine as clone:
+            assert clone.endpoint.port == other
+            assert complete(clone, model) == expected
+            assert complete(original, model) == expected
+            # Every rank has taken the new incarnation, and none shares it with the original.
+            incarnations = {reply["incarnation"] for reply in Ranks(clone.keeper.rank_dir).ping().values()}
+            assert len(incarnations) == 1
+            assert incarnations.isdisjoint(r["incarnation"] for r in Ranks(original.keeper.rank_dir).ping().values())
+            unseeded = [sampled(engine, model) for engine in (original, clone)]
+            assert unseeded[0] != unseeded[1]
+            seeded = [sampled(engine, model, seed=7) for engine in (original, clone)]
+            assert seeded[0] == seeded[1]
+
+    for _ in range(2):
+        report = run(cs.Restore(artifact, placement=cs.local(port=port)))
+        with report.engine as restored:
+            assert complete(restored, model) == expected
+            assert 0 < report.answer_s <= report.timeline.seconds
+    assert not list(tmp_path.glob(".*partial*"))
