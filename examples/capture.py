@@ -49,7 +49,7 @@ def capture(engine: EngineSpec, options: argparse.Namespace) -> None:
     print(report)
     if options.keep:
         # What keeps an engine alive is its keeper, not this process: it may end now.
-        print(f"find it again with coldsnap.Engine.attach({str(report.engine.run_dir)!r})")
+        print(f"find it again with coldsnap.Engine.attach({str(report.serving.run_dir)!r})")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -94,7 +94,7 @@ class Swapper:
         return "cold start", self._run(cs.Launch(spec, placement=place))
 
     def _run(self, operation: Operation) -> cs.Engine:
-        return cs.execute(cs.resolve(self._policy, operation, cs.probe(criu=self._criu))).engine
+        return cs.execute(cs.resolve(self._policy, operation, cs.probe(criu=self._criu))).serving
 
 
 async def _in_thread(function: Callable[[], None]) -> None:

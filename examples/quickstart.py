@@ -121,7 +121,7 @@ def cold_start(engine: cs.VLLM, options: argparse.Namespace) -> tuple[float, lis
     plan = cs.resolve(cs.Policy(), cs.Launch(engine, placement=place(options)), cs.probe(criu=options.criu))
     begin = time.monotonic()
     report = cs.execute(plan)
-    with report.engine as running:
+    with report.serving as running:
         asked_s = time.monotonic() - begin
         answer, first_s = ask(running.endpoint.url, engine.served_model)
     print(f"  first token after {asked_s + first_s:.2f} s: {answer}", flush=True)
@@ -142,7 +142,7 @@ def restore(artifact: cs.Artifact, engine: cs.VLLM, reference: list[int], option
     """Bring the engine back, ask it what the first one was asked, stop it."""
     plan = cs.resolve(cs.Policy(), cs.Restore(artifact, placement=place(options)), cs.probe(criu=options.criu))
     report = cs.execute(plan, on_event=cs.progress(file=sys.stdout))
-    with report.engine as restored:
+    with report.serving as restored:
         answer, _ = ask(restored.endpoint.url, engine.served_model)
     assert report.answer_s is not None  # noqa: S101 - a restore that succeeded has compared an answer
     exact = answer == reference

@@ -25,10 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report)
     print(report.timeline)
     if options.detach:
-        print(f"find it again with coldsnap.Engine.attach({str(report.engine.run_dir)!r})")
-        report.engine.detach()
+        print(f"find it again with coldsnap.Engine.attach({str(report.serving.run_dir)!r})")
+        report.serving.detach()
         return 0
-    with report.engine as engine:
+    with report.serving as engine:
         print(f"{engine.endpoint.url} serves; Ctrl-C stops it", flush=True)
         try:
             print(engine.wait().story)

@@ -40,7 +40,10 @@ class EngineSpec(Protocol):
     """What a user writes to describe an engine: ``VLLM``, ``SGLang``, or the reference engine of the tests."""
 
     kind: ClassVar[str]
-    python: str
+
+    @property
+    def python(self) -> str:
+        """Return the interpreter that it runs in."""
 
 
 @runtime_checkable

@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from attrs import asdict, define, field, frozen
 
+from coldsnap.errors import ColdSnapError
+
 if TYPE_CHECKING:
+    from coldsnap.keeper.handle import Engine
     from coldsnap.plan import Plan
 
 __all__ = ["Event", "Receipt", "Report", "Span", "Timeline"]
@@ -181,21 +184,6 @@ class Timeline:
         return figure
 
 
-class RunningEngine(Protocol):
-    """The part of an engine handle that a report shows."""
-
-    @property
-    def name(self) -> str:
-        """Return the engine's name."""
-
-    @property
-    def run_dir(self) -> Path:
-        """Return its run directory."""
-
-    def stop(self, grace_s: float = 10.0) -> object:
-        """Stop it."""
-
-
 @define(kw_only=True)
 class Report:
     """What ``execute`` returns, and what a StepError carries.
@@ -218,11 +206,22 @@ class Report:
     state: Literal["running", "succeeded", "failed"] = "running"
     receipts: list[Receipt] = field(factory=list)
     timeline: Timeline = field(factory=Timeline)
-    engine: RunningEngine | None = None
+    engine: Engine | None = None
     artifact: Path | None = None
     answer_s: float | None = None
     workload: str = ""
     error: str = ""
+
+    @property
+    def serving(self) -> Engine:
+        """Return the handle of the engine that runs now.
+
+        Raises:
+            ColdSnapError: None does: it was stopped, or never started.
+        """
+        if self.engine is None:
+            raise ColdSnapError(f"no engine runs after this {self.operation}: {self.workload or 'it has not ended'}")
+        return self.engine
 
     def receipt(self, step: str) -> Receipt:
         """Return the first receipt of a step.

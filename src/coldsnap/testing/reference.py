@@ -25,6 +25,10 @@ from coldsnap.keeper.directive import Endpoint
 __all__ = ["ReferenceEngine"]
 
 
+def _own(value: Mapping[str, str]) -> Mapping[str, str]:
+    return dict(value)
+
+
 @register
 @frozen(kw_only=True)
 class ReferenceEngine:
@@ -53,7 +57,7 @@ class ReferenceEngine:
     loopback: bool = False
     seed: int | None = None
     args: tuple[str, ...] = field(default=(), converter=tuple)
-    env: Mapping[str, str] = field(factory=dict, converter=dict, hash=False)
+    env: Mapping[str, str] = field(factory=dict, converter=_own, hash=False)
     cwd: str = "/"
 
     @property

@@ -70,6 +70,10 @@ def _path(value: str | os.PathLike[str]) -> str:
     return os.fspath(value)
 
 
+def _own(value: Mapping[str, str]) -> Mapping[str, str]:
+    return dict(value)
+
+
 def _optional_path(value: str | os.PathLike[str] | None) -> str | None:
     return None if value is None else os.path.abspath(os.fspath(value))
 
@@ -95,7 +99,7 @@ class VLLM:
     revision: str | None = field(default=None, validator=_revision)
     args: tuple[str, ...] = field(default=(), converter=_words, validator=_texts)
     python: str = field(factory=lambda: sys.executable, converter=_path)
-    env: Mapping[str, str] = field(factory=dict, converter=dict, validator=_texts, hash=False)
+    env: Mapping[str, str] = field(factory=dict, converter=_own, validator=_texts, hash=False)
     cwd: str | None = field(default=None, converter=_optional_path)
     served_model_name: str | None = None
 
