@@ -12,7 +12,7 @@ import posixpath
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +26,7 @@ from coldsnap.drivers.sockets import TcpSocket
 from coldsnap.drivers.tree_record import TreeRecord, write_tree_record
 from coldsnap.drivers.volatile import ROOT, save_volatile
 from coldsnap.drivers.volatile_index import VolatileFiles
-from coldsnap.errors import DriverError
+from coldsnap.errors import ColdSnapError, DriverError
 
 __all__ = ["IMAGES", "DumpedTree", "dump_tree", "opened_directory"]
 
@@ -133,12 +133,11 @@ def _await_stopped(keeper: TreeKeeper) -> None:
 
 @contextmanager
 def _running_unless_dumped(keeper: TreeKeeper) -> Iterator[None]:
-    """Continue what a dump that failed has left stopped."""
-    stopped_before = {process.pid for process in keeper.tree() if process.state == "T"}
+    """Continue the tree when the dump fails: CRIU lets it go, but SIGSTOP may have been sent already."""
     try:
         yield
     except BaseException:
-        if {process.pid for process in keeper.tree() if process.state == "T"} - stopped_before:
+        with suppress(ColdSnapError):  # the error in flight is the one to tell of
             keeper.signal(signal.SIGCONT, whom="tree")
         raise
 

@@ -86,8 +86,10 @@ class Session:
         # No configuration file may add an option behind our back. The directories travel as descriptors: a path may
         # mean something else in the tree's mount namespace (its /dev/shm is private), and the numbers in
         # images_dir_fd and work_dir_fd are looked up in the sender's /proc entry, which that namespace does not have.
-        directory = ("--work-dir", f"/proc/self/fd/{WORK_FD}") if WORK_FD in fds else ()
-        argv = (path, "--no-default-config", *directory, "swrk", str(SOCKET_FD))
+        # A directory without plugins: an installed CUDA plugin would checkpoint what the CUDA helper has checkpointed.
+        work = f"/proc/self/fd/{WORK_FD}"
+        directories = ("--work-dir", work, "--libdir", work) if WORK_FD in fds else ()
+        argv = (path, "--no-default-config", *directories, "swrk", str(SOCKET_FD))
         try:
             self.pid = spawner.spawn_helper(
                 argv,

@@ -60,6 +60,11 @@ class StagedTree:
         """Let go of the reserved ports."""
         self._held.close()
 
+    def discard(self, keeper: TreeKeeper) -> None:
+        """Let go of the ports and remove the files that were put back: this tree will not be thawed."""
+        self.release()
+        remove_volatile(keeper.root_fd, self.volatile.entries)
+
 
 @frozen(kw_only=True)
 class ThawedTree:
@@ -100,7 +105,7 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) 
         rebind: Where the API is to listen; ``None``: where it listened.
 
     Returns:
-        What :func:`thaw_tree` takes; ``release`` it when it is not thawed.
+        What :func:`thaw_tree` takes; ``discard`` it when it is not thawed.
 
     Raises:
         AdmissionError: The port is taken.
@@ -249,7 +254,7 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
             keeper.adopt(root)
     except BaseException:
         _end_restored(keeper, pids)
-        remove_volatile(keeper.root_fd, staged.volatile.entries)
+        staged.discard(keeper)
         raise
     finally:
         staged.release()
