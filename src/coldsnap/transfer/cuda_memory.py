@@ -126,9 +126,13 @@ class CudaMemory:
             self._call("cuMemRelease", handle)
             raise
         backing.handle = handle
-        self._call("cuMemSetAccess", address, size, [self._access()], 1)
-        # The driver promises nothing about the contents of new physical memory.
-        self._call("cuMemsetD8Async", address, 0, size, self._stream)
+        try:
+            self._call("cuMemSetAccess", address, size, [self._access()], 1)
+            # The driver promises nothing about the contents of new physical memory.
+            self._call("cuMemsetD8Async", address, 0, size, self._stream)
+        except NativeError:
+            self._unback(backing)
+            raise
 
     def copy_from_host(self, address: int, data: memoryview) -> None:
         """Copy into a region; returns when the buffer may be reused."""

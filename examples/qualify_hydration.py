@@ -1,0 +1,443 @@
+#!/usr/bin/env python3
+"""Measure how fast bytes come from a file to their final addresses on this machine, every way, and calibrate.
+
+    python examples/qualify_hydration.py                                   # 512 MiB into host memory
+    python examples/qualify_hydration.py --device 0 --bytes 8GB --directory /dev/shm --directory /data --compare
+
+For each directory: the file cold (its pages dropped from the page cache) and hot; all backends, chunk by depth;
+verified and not. Beside them their limits, of the same minute: a plain page-locked copy (device) or memcpy (host), and
+what the disk gives to a reader that does nothing else. ``--compare`` runs InstantTensor, fastsafetensors, the Run:ai
+streamer and safetensors on the same file; one that is missing fails the run. ``--profile`` writes the best setting as a
+policy.
+
+Keys of the JSON: ``machine``; ``limits`` (``host_to_device`` and ``device_to_host``, or ``memcpy``); ``host_ratio``
+(host memory, hot: our rate over that of memcpy with as many threads); ``places``, one for each directory
+(``filesystem``, ``raw_direct``, ``rows``, ``rivals``, ``host``, ``checks``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, evolve
+
+from coldsnap import Policy
+from coldsnap.errors import ColdSnapError
+from coldsnap.host.mounts import filesystem_of
+from coldsnap.policy import IO
+from coldsnap.transfer.backend import BackendName, FileExtent, Tuning
+from coldsnap.transfer.hydrate import hydrate, opened
+from coldsnap.transfer.memory import HostMemory, MemoryProvider, Region
+from coldsnap.transfer.native import NativeLibrary
+from measured import (  # type: ignore[import-not-found]  # beside this script
+    MIB,
+    Rate,
+    common_arguments,
+    draw,
+    evict,
+    link_rates,
+    machine,
+    make_safetensors,
+    memcpy_rate,
+    memory_of,
+    raw_direct_rate,
+    shown,
+    size,
+    table,
+    timed,
+    warm,
+)
+
+
+class Place:
+    """One directory: a file in it, and where it goes."""
+
+    def __init__(
+        self, directory: Path, options: argparse.Namespace, library: NativeLibrary, memory: MemoryProvider
+    ) -> None:
+        self.path = directory / "coldsnap-qualify.safetensors"
+        self.tensors = make_safetensors(self.path, options.bytes)
+        self.filesystem = filesystem_of(self.path)
+        self.library, self.memory = library, memory
+        self.region: Region = memory.allocate(options.bytes, tag="weights")
+        self.extents = self._extents()
+
+    def _extents(self) -> list[FileExtent]:
+        found = []
+        address = self.region.address
+        with self.path.open("rb") as stream:
+            for _, offset, length in self.tensors:
+                stream.seek(offset)
+                crc = self.library.crc32(memoryview(bytearray(stream.read(length))))
+                found.append(FileExtent(file_offset=offset, address=address, length=length, crc32=crc))
+                address += length
+        return found
+
+    def upto(self, size_bytes: int, *, verified: bool) -> list[FileExtent]:
+        """Return the first extents that hold so many bytes."""
+        kept, held = [], 0
+        for extent in self.extents:
+            if held < size_bytes:
+                kept.append(extent if verified else evolve(extent, crc32=None))
+                held += extent.length
+        return kept
+
+    def make_hot(self) -> None:
+        """Bring the file into the page cache, unless it is there."""
+        size_bytes = self.path.stat().st_size
+        with opened(self.path) as fd:
+            held = sum(self.library.resident_pages(fd, 0, size_bytes, 64 * MIB))
+        if held * 4096 < size_bytes:
+            warm(self.path)
+
+    def check(self) -> None:
+        """Compare what arrived with the file, at the ends of every extent."""
+        for extent in (self.extents[0], self.extents[-1]):
+            found = memoryview(bytearray(min(MIB, extent.length)))
+            self.memory.copy_to_host(extent.address, found)
+            with self.path.open("rb") as stream:
+                stream.seek(extent.file_offset)
+                if stream.read(len(found)) != found:
+                    raise SystemExit(f"{self.path}: other bytes arrived than the file has")
+
+    def close(self) -> None:
+        """Remove the file and give the memory back."""
+        self.memory.release([self.region])
+        self.path.unlink()
+
+
+def settings(options: argparse.Namespace) -> Iterator[tuple[BackendName, Tuning]]:
+    """Return every backend, access, chunk, depth, slice and number of threads to try."""
+    for backend in options.backends:
+        if backend == "python":
+            yield backend, Tuning()
+            continue
+        accesses = options.accesses if backend == "buffered" else ["auto"]
+        tried = itertools.product(accesses, options.chunks, options.depths, options.slices, options.threads)
+        for access, chunk, depth, slice_bytes, threads in tried:
+            if slice_bytes <= chunk:
+                yield (
+                    backend,
+                    Tuning(
+                        chunk_bytes=chunk, queue_depth=depth, slice_bytes=slice_bytes, threads=threads, access=access
+                    ),
+                )
+
+
+def measure(place: Place, options: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
+    """Run every setting on one place with a cold or a hot page cache."""
+    size_bytes = min(options.bytes, options.cold_bytes) if cache == "cold" else options.bytes
+    before = (lambda: evict(place.path)) if cache == "cold" else place.make_hot
+    rows = []
+    for backend, tuning in settings(options):
+        if cache == "cold" and (tuning.access == "register" or backend == "python"):
+            continue
+        for verification in options.verifications:
+            if verification == "crc32" and backend == "gds":
+                continue
+            extents = place.upto(size_bytes, verified=verification != "none")
+            row: dict[str, Any] = {"cache": cache, "backend": backend, "verification": verification}
+            row |= asdict(tuning)
+            rows.append(row | _row(place, backend, tuning, extents, before=before, repeat=options.repeat))
+            progress(rows[-1])
+    return rows
+
+
+def _row(
+    place: Place, backend: BackendName, tuning: Tuning, extents: list[FileExtent], *, before: Any, repeat: int
+) -> dict[str, Any]:
+    receipts = []
+
+    def action() -> None:
+        receipts.append(
+            hydrate(
+                place.path,
+                extents,
+                memory=place.memory,
+                library=place.library,
+                backend=backend,
+                preverified=backend == "gds",
+                tuning=tuning,
+            )
+        )
+
+    try:
+        seconds = timed(action, repeat, before)
+    except ColdSnapError as error:
+        return {"unavailable": str(error)}
+    place.check()
+    receipt = receipts[-1]
+    return {
+        **asdict(Rate.of(receipt.bytes, seconds)),
+        "effective": receipt.effective,
+        "used_access": receipt.access,
+        "used_threads": receipt.threads,
+        "used_slice_bytes": receipt.slice_bytes,
+        "ring_bytes": receipt.ring_bytes,
+        "stages_ns": asdict(receipt.times),
+    }
+
+
+def progress(row: dict[str, Any]) -> None:
+    """Say what was measured, as it comes."""
+    rate = f"{row['best']:6.1f} GB/s" if "best" in row else f"unavailable: {row['unavailable'][:90]}"
+    chunk = f"{shown(row['chunk_bytes'])}x{row['queue_depth']}/{shown(row['slice_bytes'])}/{row['threads']}t"
+    words = (row["cache"], row["backend"], row["access"], chunk, row["verification"], rate)
+    print("   ", " ".join(f"{word:<9}" for word in words), file=sys.stderr, flush=True)
+
+
+def compare(place: Place, options: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
+    """Run the other loaders on the same file."""
+    import torch
+
+    from rivals import RIVALS  # type: ignore[import-not-found]  # beside this script
+
+    device = f"cuda:{options.device}"
+    before = (lambda: evict(place.path)) if cache == "cold" else place.make_hot
+    rows = []
+    for name, (_, load) in RIVALS.items():
+
+        def action(load: Any = load) -> None:
+            kept = load(place.path, device)
+            torch.cuda.synchronize()
+            del kept
+
+        row: dict[str, Any] = {"cache": cache, "rival": name}
+        try:
+            repeat = 1 if cache == "cold" else options.repeat
+            row |= asdict(Rate.of(options.bytes, timed(action, repeat, before)))
+        except Exception as error:  # noqa: BLE001  a rival that breaks is a result
+            row["failed"] = f"{type(error).__name__}: {error}"
+        torch.cuda.empty_cache()
+        rows.append(row)
+        print("   ", cache, name, row.get("best", row.get("failed")), file=sys.stderr, flush=True)
+    return rows
+
+
+def host_ratio(place: Place, library: NativeLibrary, options: argparse.Namespace) -> dict[str, Any]:
+    """Hold a transfer into host memory, hot, against memcpy with as many threads; they take turns."""
+    threads = options.threads[0] or machine(None)["processors"]
+    memory = HostMemory()
+    extents = place.upto(options.bytes, verified=False)
+    region = memory.allocate(options.bytes, tag="ratio")
+    shift = region.address - place.region.address
+    extents = [evolve(extent, address=extent.address + shift) for extent in extents]
+    tuning = Tuning(threads=threads)
+    place.make_hot()
+    ours, limits = [], []
+    for _ in range(options.repeat + 2):
+        ours += timed(lambda: hydrate(place.path, extents, memory=memory, library=library, tuning=tuning), 1)
+        limits.append(memcpy_rate(library, memory, options.bytes, threads, 1).best)
+    memory.close()
+    rate = Rate.of(options.bytes, ours)
+    limit = sorted(limits)[len(limits) // 2]
+    return {"ratio": rate.median / limit, "hydrate": rate.median, "memcpy": limit, "threads": threads}
+
+
+def best_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
+    """Return the fastest row with these values."""
+    fitting = [row for row in rows if "best" in row and all(row[name] == value for name, value in wanted.items())]
+    return max(fitting, key=lambda row: row["median"], default=None)
+
+
+def checks(place: dict[str, Any], limit: float) -> dict[str, Any]:
+    """Say how the figures stand against their limits and rivals."""
+    result: dict[str, Any] = {}
+    hot, verified = (
+        best_of(place["rows"], cache="hot", verification="none"),
+        best_of(place["rows"], cache="hot", verification="crc32"),
+    )
+    cold = best_of(place["rows"], cache="cold", verification="none")
+    if hot and verified:
+        result |= {"hot": hot["best"], "hot_of_limit": hot["best"] / limit, "hot_crc32": verified["best"]}
+    if cold and place["raw_direct"]:
+        result |= {"cold": cold["best"], "cold_of_raw": cold["best"] / place["raw_direct"]["best"]}
+    rivals = [row for row in place["rivals"] if row["cache"] == "hot" and "best" in row]
+    if hot and rivals:
+        fastest = max(rivals, key=lambda row: row["best"])
+        result |= {"fastest_rival": fastest["rival"], "over_fastest_rival": hot["best"] / fastest["best"]}
+    return result
+
+
+def qualify(
+    directory: Path, library: NativeLibrary, memory: MemoryProvider, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure one place."""
+    place = Place(directory, options, library, memory)
+    try:
+        print(f"{directory}: {place.filesystem.type}", file=sys.stderr, flush=True)
+        result: dict[str, Any] = {
+            "directory": str(directory),
+            "filesystem": place.filesystem.type,
+            "raw_direct": None,
+            "rows": [],
+            "rivals": [],
+        }
+        result["host"] = (
+            None if options.skip_host or "hot" not in options.caches else host_ratio(place, library, options)
+        )
+        # Pages of a memory filesystem cannot be dropped.
+        caches = [cache for cache in options.caches if cache == "hot" or place.filesystem.kind != "memory"]
+        for cache in caches:
+            result["rows"] += measure(place, options, cache)
+            if options.compare:
+                result["rivals"] += compare(place, options, cache)
+        if "cold" in caches:
+            evict(place.path)
+            wanted = min(options.bytes, options.cold_bytes)
+            result["raw_direct"] = raw_direct_rate(place.path, wanted, repeat=options.repeat)
+        return result
+    finally:
+        place.close()
+
+
+def calibrated(places: list[dict[str, Any]]) -> Policy | None:
+    """Return the fastest setting as a policy: cold where a disk was measured, since hot ones differ less."""
+    rows = [row for place in places for row in place["rows"] if row["backend"] in ("auto", "direct", "buffered")]
+    chosen = best_of(rows, cache="cold", verification="crc32") or best_of(rows, cache="hot", verification="crc32")
+    if chosen is None:
+        return None
+    return Policy(
+        io=IO(
+            hydration_backend=chosen["backend"],
+            chunk_bytes=chosen["chunk_bytes"],
+            queue_depth=chosen["queue_depth"],
+        )
+    )
+
+
+TITLES = ["cache", "backend", "access", "chunk", "depth", "threads", "slice", "verified", "best", "median"]
+
+
+def _cells(row: dict[str, Any]) -> list[object]:
+    chunk, slice_bytes = shown(row["chunk_bytes"]), shown(row["used_slice_bytes"])
+    how = [
+        row["cache"],
+        row["backend"],
+        row["used_access"],
+        chunk,
+        row["queue_depth"],
+        row["used_threads"],
+        slice_bytes,
+    ]
+    return [*how, row["verification"], row["best"], row["median"]]
+
+
+def report(result: dict[str, Any]) -> str:
+    """Write the table."""
+    lines = [f"limits, GB/s: {', '.join(f'{name} {rate:.1f}' for name, rate in result['limits'].items())}"]
+    for place in result["places"]:
+        lines += ["", f"{place['directory']} ({place['filesystem']})"]
+        ordered = sorted((row for row in place["rows"] if "best" in row), key=lambda row: -row["best"])
+        lines.append(table([_cells(row) for row in ordered[: result["shown"]]], TITLES))
+        absent = {row["backend"]: row["unavailable"] for row in place["rows"] if "unavailable" in row}
+        lines += [f"{backend}: {why}" for backend, why in absent.items()]
+        rivals = [[row["cache"], row["rival"], row.get("best", row.get("failed"))] for row in place["rivals"]]
+        lines += [table(rivals, ["cache", "rival", "best"])] if rivals else []
+        found = place["checks"].items()
+        lines += [f"{name}: {value:.2f}" if isinstance(value, float) else f"{name}: {value}" for name, value in found]
+    if result["host_ratio"] is not None:
+        lines += ["", f"host_ratio: {result['host_ratio']:.2f}"]
+    return "\n".join(lines)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common_arguments(parser)
+    words = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--backends", type=words, default=["auto", "buffered", "direct", "gds", "python"])
+    parser.add_argument("--accesses", type=words, default=["read", "map"], help="of buffered: read, map, register")
+    parser.add_argument("--caches", type=words, default=["cold", "hot"])
+    parser.add_argument("--verifications", type=words, default=["none", "crc32"])
+    parser.add_argument("--cold-bytes", type=size, default=512 * MIB, help="how much to move with a cold cache")
+    parser.add_argument("--compare", action="store_true", help="run the other loaders, too; needs a device")
+    parser.add_argument("--skip-host", action="store_true", help="leave host_ratio out")
+    parser.add_argument("--shown", type=int, default=12, help="rows of the table")
+    options = parser.parse_args(argv)
+    if options.device is None:
+        options.backends = [backend for backend in options.backends if backend != "gds"]
+    return options
+
+
+def limits(options: argparse.Namespace, library: NativeLibrary) -> dict[str, float]:
+    """Measure what no transfer can be faster than."""
+    if options.device is not None:
+        return dict(link_rates(options.device, options.bytes, options.repeat))
+    threads = options.threads[0] or machine(None)["processors"]
+    memory = HostMemory()
+    try:
+        return {"memcpy": memcpy_rate(library, memory, options.bytes, threads, options.repeat).best}
+    finally:
+        memory.close()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything."""
+    library = NativeLibrary.load(options.library)
+    result: dict[str, Any] = {"machine": machine(options.device), "bytes": options.bytes, "shown": options.shown}
+    result["limits"] = limits(options, library)
+    memory = memory_of(options.device)
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            directories = options.directory or [Path(temporary)]
+            result["places"] = [qualify(directory, library, memory, options) for directory in directories]
+    finally:
+        memory.close()
+        library.release()
+    limit = result["limits"]["memcpy" if options.device is None else "host_to_device"]
+    for place in result["places"]:
+        place["checks"] = checks(place, limit)
+    ratios = [place["host"]["ratio"] for place in result["places"] if place["host"]]
+    result["host_ratio"] = min(ratios, default=None)
+    return result
+
+
+def plot(path: Path, result: dict[str, Any]) -> None:
+    """Draw every unverified rate, and the rivals'."""
+    series = []
+    for place in result["places"]:
+        for row in place["rows"]:
+            if "best" in row and row["verification"] == "none":
+                setting = f"{shown(row['chunk_bytes'])}x{row['queue_depth']}"
+                words = (place["filesystem"], row["cache"], row["backend"], row["used_access"], setting)
+                series.append((" ".join(words), row["best"]))
+        rivals = [row for row in place["rivals"] if "best" in row]
+        series += [(f"{place['filesystem']} {row['cache']} {row['rival']}", row["best"]) for row in rivals]
+    draw(path, "hydration", series, result["limits"].items())
+
+
+def comparison_lacks(options: argparse.Namespace) -> list[str]:
+    """Return what the comparison needs and does not have."""
+    from rivals import missing  # beside this script
+
+    return missing() if options.device is not None else ["--device"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, write."""
+    options = arguments(argv)
+    if options.compare and (lacking := comparison_lacks(options)):
+        print("--compare lacks", *lacking, sep="\n  ", file=sys.stderr)
+        return 2
+    result = run(options)
+    print(report(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    policy = calibrated(result["places"])
+    if options.profile and policy is not None:
+        policy.save(options.profile)
+    if options.plot:
+        plot(options.plot, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
