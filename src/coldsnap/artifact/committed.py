@@ -55,9 +55,11 @@ class Artifact:
         if not root.exists():
             raise ArtifactError(f"there is no artifact at {root}")
         if is_uncommitted(root):
-            raise ArtifactError(f"{root} is not committed: its capture is still running or was interrupted")
+            raise ArtifactError(
+                f"{root} is not committed: its capture is running or was interrupted (rule descriptor.10)"
+            )
         if not (root / COMMITTED).exists():
-            raise ArtifactError(f"{root} is not an artifact: it has no {COMMITTED}")
+            raise ArtifactError(f"{root} is not an artifact: it has no {COMMITTED} (rule descriptor.10)")
         os.close(open_directory(root))
         data = read_small(root / COMMITTED, max_bytes=MAX_DESCRIPTOR_BYTES)
         document = documents.decode(data, path=str(root / COMMITTED))

@@ -158,7 +158,10 @@ def hash_file(fd: int, before: os.stat_result, path: str) -> str:
         ) from error
     if identity_of(os.fstat(fd)) != identity_of(before):
         raise IntegrityError(
-            "the file changed while it was verified", path=path, expected="a file at rest", actual="a change"
+            "the file changed while it was verified (rule evidence.6)",
+            path=path,
+            expected="a file at rest",
+            actual="a change",
         )
     return digest
 
@@ -222,7 +225,7 @@ def _read_evidence(path: Path) -> Mapping[str, Entry]:
         value = canonical.decode(data, path=str(path), max_bytes=MAX_EVIDENCE_BYTES, exact=False)
         return record.read(Evidence, value, path=str(path)).files
     except FormatError:
-        return {}  # damaged or of another version: as good as absent, everything is hashed and it is written anew
+        return {}  # evidence.7: as good as absent, everything is hashed and it is written anew
 
 
 def _by_stat(root: Path, listed: Listed, opened: Mapping[str, int], entry: Entry | None) -> Admitted | None:
