@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,8 +140,10 @@ def _readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes,
         return original, through
 
     def imported() -> object:
-        made = import_layout(root / "layout", root / f"out{time.monotonic_ns()}", tag="t")
-        return made.digest
+        try:
+            return import_layout(root / "layout", root / "out", tag="t").digest
+        finally:
+            shutil.rmtree(root / "out", ignore_errors=True)
 
     return {
         "descriptor": (artifact.descriptor.encode(), lambda data: documents.decode(data, path="x")),

@@ -16,10 +16,10 @@ from made import descriptor
 from memory import captured, payload
 
 import coldsnap
-from coldsnap.artifact import Artifact, ArtifactWriter, FileRecord, Weights
+from coldsnap.artifact import Artifact, ArtifactWriter, Weights
 from coldsnap.artifact.collect import artifacts_below, collect, delete_artifact, verify_artifact
 from coldsnap.artifact.difference import diff
-from coldsnap.artifact.durable import staged_file
+from coldsnap.artifact.durable import staged_file, unharmed
 from coldsnap.artifact.manifest import encode
 from coldsnap.artifact.pack import Bytes
 from coldsnap.artifact.payloads import ModelPayloads, WorkerWeights
@@ -36,9 +36,9 @@ def _store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def write_native(output: Path, store: Store, *, seed: int = 0, **changes: object) -> Artifact:
+def write_native(output: Path, store: Store, *, seed: int = 0, at=unharmed, **changes: object) -> Artifact:
     """Write an artifact with its weights in a pack, as a native capture does."""
-    with ArtifactWriter.create(output) as writer:
+    with ArtifactWriter.create(output, at=at) as writer:
         writer.directory("capsule/rank0/images")
         (writer.path / "capsule/rank0/images/core-1.img").write_bytes(b"core")
         weights = writer.directory("weights/0")
@@ -264,6 +264,46 @@ def test_a_writer_killed_at_any_point_leaves_a_whole_pack_or_none(tmp_path: Path
         assert [name] == only_packs(store)
 
 
+def test_a_stager_killed_at_any_point_leaves_a_whole_pack_or_none(tmp_path: Path) -> None:
+    pack = Store(tmp_path / "elsewhere").write([Bytes(b"right" * 1000)])
+    good = Store(tmp_path / "elsewhere").path(pack.sha256).read_bytes()
+
+    def fetch(staging: Path) -> Path:
+        (staging / "download").write_bytes(good)
+        return staging / "download"
+
+    points = points_of(lambda at: Store(tmp_path / "counted", at=at).stage(payload_of(pack), fetch))
+    assert {"fsync", "rename", "write"} <= {point.rpartition(":")[2] for point in points}
+
+    for count in range(len(points)):
+        root = tmp_path / f"store{count}"
+        assert killed_at(count, lambda at, root=root: Store(root, at=at).stage(payload_of(pack), fetch))
+        store = Store(root)
+        assert all(one.path.read_bytes() == good for one in store.packs())
+        assert pack.bytes == store.stage(payload_of(pack), fetch).bytes
+        collect(store, [], grace_s=3600)
+        assert 2 == len(only_packs(store))
+
+
+def test_a_native_capture_killed_at_any_point_leaves_no_artifact_or_a_whole_one(tmp_path: Path) -> None:
+    def work(at) -> None:
+        write_native(tmp_path / "one", Store(tmp_path / "store", at=at), at=at)
+
+    points = points_of(work)
+    delete_artifact(Artifact.open(tmp_path / "one"))
+    for count in range(len(points)):
+        assert killed_at(count, work)
+        store = Store(tmp_path / "store")
+        if (tmp_path / "one/artifact.json").exists():
+            verify_artifact(Artifact.open(tmp_path / "one"), store, "full")
+            delete_artifact(Artifact.open(tmp_path / "one"))
+        artifact = write_native(tmp_path / "one", store)
+        delete_artifact(artifact, store, [tmp_path])
+        collect(store, [tmp_path])
+        assert ["store"] == [path.name for path in tmp_path.iterdir()]
+        assert [] == only_packs(store)
+
+
 def test_a_full_disk_leaves_nothing_behind(store: Store) -> None:
     def full(point: str) -> None:
         if point.endswith(":write"):
@@ -410,28 +450,3 @@ def test_two_captures_are_compared_by_fields_and_by_bytes(tmp_path: Path, store:
     assert 0 == diff(one, two).bytes["packs"].shared
     assert diff(one, one).same
     assert "torch" in str(diff(one, three))
-
-
-def test_a_cache_seed_keeps_its_mtimes(tmp_path: Path) -> None:
-    from coldsnap.artifact import CacheSeed
-
-    with ArtifactWriter.create(tmp_path / "one") as writer:
-        seed_directory = writer.directory("cache-seed/rank0/inductor")
-        (seed_directory / "kernel.so").write_bytes(b"elf")
-        os.utime(seed_directory / "kernel.so", ns=(1, 1_700_000_000_123_456_789))
-        files = writer.seal("cache-seed/rank0/inductor", keep_mtimes=True)
-        seed = CacheSeed(
-            unit="rank0",
-            name="inductor",
-            target="/root/.cache/vllm",
-            path="cache-seed/rank0/inductor",
-            files=files,
-        )
-        writer.directory("capsule/rank0")
-        artifact = writer.commit(descriptor(writer.seal("capsule/rank0"), cache_seeds=(seed,)))
-
-    assert 1_700_000_000_123_456_789 == Artifact.open(artifact.path).descriptor.cache_seeds[0].files[0].mtime_ns
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        CacheSeed(unit="rank0", name="x", target="/x", path="x", files=(attrs.evolve(files[0], mtime_ns=None),))
-    assert "manifest.9" == caught.value.rule
-    assert isinstance(files[0], FileRecord)

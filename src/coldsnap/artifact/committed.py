@@ -20,7 +20,7 @@ from coldsnap.artifact.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor
 from coldsnap.artifact.durable import COMMITTED, is_uncommitted
 from coldsnap.artifact.evidence import TreeAdmission, Verify, admit_tree
 from coldsnap.artifact.private import open_directory, read_small
-from coldsnap.errors import ArtifactError, FormatError
+from coldsnap.errors import ArtifactError, FormatError, IntegrityError
 
 __all__ = ["Artifact"]
 
@@ -111,9 +111,15 @@ class Artifact:
         """
         for unit in self.descriptor.capsule.units:
             listed = {file.path for file in unit.files}
-            for path in _files_below(self.path, unit.path):
-                if path not in listed:
-                    raise FormatError("the file is not listed", path=str(self.path / path), rule="descriptor.9")
+            try:
+                odd = next((path for path in _files_below(self.path, unit.path) if path not in listed), None)
+            except OSError as error:
+                at = str(self.path / unit.path)
+                raise IntegrityError(
+                    f"cannot be read ({error.strerror})", path=at, expected="files", actual="an error"
+                ) from error
+            if odd is not None:
+                raise FormatError("the file is not listed", path=str(self.path / odd), rule="descriptor.9")
         return admit_tree(self.path, self.descriptor.files, verify, threads=threads)
 
     def compare(self, target: Target, policy: CompatibilityPolicy) -> Comparison:
@@ -126,6 +132,10 @@ class Artifact:
 
 
 def _files_below(root: Path, relative: str) -> Iterator[str]:
-    for directory, directories, names in os.walk(root / relative):
-        for name in (*names, *(name for name in directories if os.path.islink(os.path.join(directory, name)))):
-            yield os.path.relpath(os.path.join(directory, name), root)
+    with os.scandir(root / relative) as entries:
+        for entry in entries:
+            path = f"{relative}/{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files_below(root, path)
+            else:
+                yield path

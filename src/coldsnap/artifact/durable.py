@@ -35,6 +35,7 @@ __all__ = [
     "publish_file",
     "remove_committed",
     "remove_partials",
+    "remove_tree",
     "remove_uncommitted",
     "staged_directory",
     "staged_file",

@@ -21,6 +21,7 @@ from coldsnap.artifact.durable import (
     StagedFile,
     locked,
     publish_file,
+    remove_tree,
     staged_file,
     unharmed,
 )
@@ -213,13 +214,14 @@ class Store:
         final = self.path(payload.sha256)
         with self.lock(payload.sha256):
             self._use(payload.sha256)
+            staging = self.directory / f".{hex_of(payload.sha256)}.staging"
             if not os.path.lexists(final):
-                staging = self.directory / f".{hex_of(payload.sha256)}.staging"
                 staging.mkdir(mode=0o700, exist_ok=True)
                 fetched = fetch(staging)
                 self._require(fetched, payload)
                 publish_file(fetched, final, at=self._at)
-                shutil.rmtree(staging)
+            # Also what a process left that was killed between these two lines.
+            remove_tree(staging)
         return self.admit(payload)
 
     def _require(self, fetched: Path, payload: PayloadObject) -> None:
