@@ -89,10 +89,10 @@ def notebook(session: nox.Session) -> None:
     """Execute the qualification notebook against the real engine."""
     built = wheel(session)
     session.install(*QUIET, f"{built}[notebook]")
-    env = engines(session, built) | {
-        "COLDSNAP_NOTEBOOK_OUTPUT": str(Path(session.create_tmp()) / "qualification.ipynb")
-    }
-    session.run("python", "examples/run_notebook.py", "examples/qualification.ipynb", env=env)
+    executed = Path(session.create_tmp()) / "qualification.ipynb"
+    arguments = ["examples/qualification.ipynb", "--output", str(executed), *session.posargs]
+    session.run("python", "examples/run_notebook.py", *arguments, env=engines(session, built))
+    session.log(f"the executed notebook is {executed}")
 
 
 @nox.session(default=False)
