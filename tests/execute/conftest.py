@@ -4,7 +4,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from lab import Lab, mounts, tagged, unused_port, until
+from lab import Lab, mounts, tagged, until, unused_port
 
 import coldsnap as cs
 

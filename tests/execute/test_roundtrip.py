@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from lab import ask, end, port_is_free, sample, tagged, unused_port, until
+from lab import ask, end, port_is_free, sample, tagged, until, unused_port
 
 import coldsnap as cs
 from coldsnap.drivers.images import FilesImage
