@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import stat
@@ -14,6 +15,7 @@ from made import FILES, descriptor, write_artifact
 from coldsnap.artifact import Artifact, ArtifactWriter
 from coldsnap.artifact import descriptor as documents
 from coldsnap.artifact.durable import COMMITTED, UNCOMMITTED
+from coldsnap.artifact.evidence import admit_tree
 from coldsnap.errors import ArtifactError, FormatError, IntegrityError
 
 PAGES = "capsule/rank0/images/pages-1.img"
@@ -165,7 +167,7 @@ def test_linked_evidence_is_refused(artifact: Artifact, tmp_path: Path) -> None:
 
 def test_every_flip_and_every_truncation_of_the_descriptor_is_refused(artifact: Artifact) -> None:
     data = (artifact.path / COMMITTED).read_bytes()
-    assert documents.decode(data, path="x") == artifact.descriptor
+    assert documents.decode(data, path="x") == (artifact.descriptor, artifact.digest)
 
     for offset in range(len(data)):
         flipped = bytearray(data)
@@ -251,3 +253,25 @@ def test_a_capsule_that_breaks_a_rule_cannot_be_described(artifact: Artifact, ch
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         attrs.evolve(unit, **change(unit))
     assert caught.value.rule == rule
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_medium_that_takes_no_evidence_does_not_change_the_admission(artifact: Artifact, number: int) -> None:
+    def at(point: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (artifact.path / "evidence.json").unlink()
+    admission = admit_tree(artifact.path, artifact.descriptor.files, at=at)
+
+    assert not admission.refreshed
+    assert {"absent"} == {file.reason for file in admission.files}
+    assert not (artifact.path / "evidence.json").exists()
+
+
+def test_a_medium_that_fails_otherwise_is_an_error(artifact: Artifact) -> None:
+    def at(point: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (artifact.path / "evidence.json").unlink()
+    with pytest.raises(OSError, match="Input/output error"):
+        admit_tree(artifact.path, artifact.descriptor.files, at=at)

@@ -61,7 +61,7 @@ def test_the_sample_descriptor_is_one() -> None:
     text = (DOCUMENTS / "descriptor.md").read_text()
     sample = json.loads(re.search(r"```json\n(.*?)```", text, flags=re.DOTALL)[1])
 
-    assert "packs" == documents.decode(canonical.encode(sample), path="sample").weights.kind
+    assert "packs" == documents.decode(canonical.encode(sample), path="sample")[0].weights.kind
 
 
 @pytest.fixture(name="made")

@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from coldsnap.artifact import canonical, record
 from coldsnap.artifact.durable import FaultPoint, unharmed, write_file_durably
-from coldsnap.artifact.evidence import Identity, Verify, hash_file, identity_of
+from coldsnap.artifact.evidence import Identity, Verify, hash_file, identity_of, remembered
 from coldsnap.artifact.pack import PackEntry, verify_extents
 from coldsnap.artifact.private import open_private, read_small
 from coldsnap.errors import FormatError, IntegrityError
@@ -156,7 +156,7 @@ def decide(
     made = _record(request, status, index_sha256 or (known.index_sha256 if known else None))
     if made != known:
         data = canonical.encode(record.write(made))
-        write_file_durably(Path(request.record), data, at=at)
+        remembered(lambda: write_file_durably(Path(request.record), data, at=at))
     return _admission(request, status, cached=False)
 
 

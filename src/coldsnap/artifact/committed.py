@@ -62,8 +62,8 @@ class Artifact:
             raise ArtifactError(f"{root} is not an artifact: it has no {COMMITTED} (rule descriptor.10)")
         os.close(open_directory(root))
         data = read_small(root / COMMITTED, max_bytes=MAX_DESCRIPTOR_BYTES)
-        document = documents.decode(data, path=str(root / COMMITTED))
-        return cls(root, document, document.digest)
+        document, seal = documents.decode(data, path=str(root / COMMITTED))
+        return cls(root, document, seal)
 
     @property
     def size_bytes(self) -> Mapping[str, int]:

@@ -358,8 +358,11 @@ class Descriptor:
         return canonical.digest(record.write(self))
 
 
-def decode(data: bytes, *, path: str) -> Descriptor:
+def decode(data: bytes, *, path: str) -> tuple[Descriptor, str]:
     """Read the bytes of ``artifact.json``.
+
+    Returns:
+        The descriptor and its seal, which is its digest.
 
     Raises:
         FormatError: With the rule that was broken.
@@ -373,7 +376,7 @@ def decode(data: bytes, *, path: str) -> Descriptor:
         raise IntegrityError(
             "the seal does not match (rule descriptor.3)", path=path, expected=str(seal), actual=actual
         )
-    return record.read(Descriptor, value, path=path)
+    return record.read(Descriptor, value, path=path), actual
 
 
 def _require_format(value: Mapping[str, canonical.Json], path: str) -> None:

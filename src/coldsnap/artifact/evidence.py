@@ -10,9 +10,10 @@ admitted. Rules: ``docs/format/evidence.md``.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -34,6 +35,7 @@ __all__ = [
     "admit_tree",
     "hash_file",
     "identity_of",
+    "remembered",
 ]
 
 EVIDENCE_NAME = "evidence.json"
@@ -200,9 +202,8 @@ def admit_tree(
         hashed = in_threads(admit, sorted(open_ones, key=lambda item: -item.bytes), threads=threads)
     settled.update({one.path: one for one in hashed})
     admitted = tuple(one for listed in files if (one := settled[listed.path]) is not None)
-    refreshed = bool(hashed) or known.keys() != {listed.path for listed in files}
-    if refreshed:
-        write_evidence(root, admitted, at=at)
+    outdated = bool(hashed) or known.keys() != {listed.path for listed in files}
+    refreshed = outdated and remembered(lambda: write_evidence(root, admitted, at=at))
     return TreeAdmission(files=admitted, seconds=time.perf_counter() - begin, refreshed=refreshed)
 
 
@@ -214,6 +215,24 @@ def write_evidence(root: Path, admitted: Sequence[Admitted], *, at: FaultPoint =
         for one in admitted
     }
     write_file_durably(root / EVIDENCE_NAME, canonical.encode(record.write(Evidence(files=entries))), at=at)
+
+
+def remembered(write: Callable[[], None]) -> bool:
+    """Write evidence if the medium takes it (evidence.8): an admission does not depend on its record.
+
+    Returns:
+        False when the medium is read-only or full; the next admission then reads the bytes again.
+    """
+    try:
+        write()
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        return False
+    return True
+
+
+_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
 
 
 def _read_evidence(path: Path) -> Mapping[str, Entry]:
@@ -230,7 +249,7 @@ def _read_evidence(path: Path) -> Mapping[str, Entry]:
 
 def _by_stat(root: Path, listed: Listed, opened: Mapping[str, int], entry: Entry | None) -> Admitted | None:
     directory, _, name = listed.path.rpartition("/")
-    label = str(root / listed.path)
+    label = f"{root}/{listed.path}"
     try:
         status = os.stat(name, dir_fd=opened[directory], follow_symlinks=False)
     except FileNotFoundError as error:

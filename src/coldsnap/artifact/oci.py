@@ -240,7 +240,7 @@ def _descriptor(config: Blob, fetch: Fetch, scratch: Path) -> Descriptor:
         raise IntegrityError(
             "wrong descriptor (rule oci.2)", path=COMMITTED, expected=config.digest, actual=canonical.sha256_of(data)
         )
-    return documents.decode(data, path=COMMITTED)
+    return documents.decode(data, path=COMMITTED)[0]
 
 
 def _seal(writer: ArtifactWriter, descriptor: Descriptor) -> None:
