@@ -31,9 +31,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from coldsnap.artifact.admission import Request, decide
 from coldsnap.artifact.hashing import available_cores, sha256_fd
 from coldsnap.artifact.pack import Bytes, Pack, verify_extents
+from coldsnap.artifact.payloads import PayloadObject
 from coldsnap.artifact.store import Store
 
 EXTENTS = 64
@@ -126,9 +126,10 @@ def readmission(directory: Path, size: int) -> tuple[int, float]:
     """Return the size of a pack, and how long the admission of it takes when it is unchanged, s."""
     store = Store(directory)
     pack = store.write(made_of(size))
-    request = Request(path=str(store.path(pack.sha256)), expected_sha256=pack.sha256, expected_bytes=pack.bytes)
-    decide(request)
-    return pack.bytes, fastest({"again": partial(decide, request)}, runs=50)["again"]
+    name = str(store.path(pack.sha256).relative_to(store.root))
+    payload = PayloadObject(worker="0", path=name, bytes=pack.bytes, sha256=pack.sha256)
+    store.admit(payload)
+    return pack.bytes, fastest({"again": partial(store.admit, payload)}, runs=50)["again"]
 
 
 def main() -> None:

@@ -201,7 +201,7 @@ class Hub:
     def _download(self, url: str, item: PayloadObject, staging: Path) -> Path:
         # hf_hub_download begins anew when its process was killed; its own http_get goes on where a file ends.
         from huggingface_hub.file_download import http_get  # noqa: PLC0415
-        from huggingface_hub.utils._headers import build_hf_headers  # noqa: PLC0415
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # noqa: PLC0415
 
         path = staging / "download"
         path.touch(mode=0o600)
