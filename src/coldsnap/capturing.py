@@ -72,6 +72,7 @@ __all__ = [
 
 UNIT = "unit-0"
 CAPSULE = f"capsule/{UNIT}"
+IDLE_POLL_S = 0.02
 SPEC, ENVIRONMENT, COMMAND = "spec", "environment", "command"
 
 
@@ -185,7 +186,7 @@ def record_answer(session: Session, step: RecordAnswer) -> Receipt:
     session.question = question = Question(prompt=step.prompt, max_tokens=step.tokens)
     answers = []
     for _ in range(2):
-        session.ranks.reset_prefix_cache()
+        _empty_prefix_cache(session, step.timeout_s)
         answers.append(session.spec.ask(session.endpoint, question, timeout_s=120.0))
     try:
         compare(*answers)
@@ -201,6 +202,20 @@ def record_answer(session: Session, step: RecordAnswer) -> Receipt:
         reason=repr(answers[1].text[:40]),
         details={"first_token_s": answers[0].first_token_s, "answer_s": answers[0].seconds},
     )
+
+
+def _empty_prefix_cache(session: Session, timeout_s: float) -> None:
+    """Wait for a moment without requests: those in flight hold blocks of the cache."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            session.ranks.reset_prefix_cache()
+        except EngineError:
+            if session.ended() or time.monotonic() > deadline:
+                raise
+            time.sleep(IDLE_POLL_S)
+        else:
+            return
 
 
 def quiesce(session: Session, step: Quiesce) -> Receipt:

@@ -164,7 +164,13 @@ def _capture(resolved: ResolvedPolicy, operation: Capture, facts: Facts) -> Plan
         AdmitOutput(id="admit-output", output=operation.output),
         *first,
         AwaitReady(id="ready", after=(ready_after,), timeout_s=operation.ready_timeout_s),
-        RecordAnswer(id="answer", after=("ready",), prompt=operation.prompt, tokens=operation.answer_tokens),
+        RecordAnswer(
+            id="answer",
+            after=("ready",),
+            prompt=operation.prompt,
+            tokens=operation.answer_tokens,
+            timeout_s=operation.quiesce_timeout_s,
+        ),
         Quiesce(id="quiesce", after=("answer", "admit-output"), timeout_s=operation.quiesce_timeout_s),
         *sequence.capture_steps(
             after="quiesce",

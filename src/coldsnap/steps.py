@@ -157,11 +157,18 @@ class AwaitReady(_Base):
 
 @frozen(kw_only=True)
 class RecordAnswer(_Base):
-    """Empty the prefix cache, ask, and record token ids and text; ask twice: an answer that varies proves nothing."""
+    """Empty the prefix cache, ask, and record token ids and text; ask twice: an answer that varies proves nothing.
+
+    Attributes:
+        prompt: What is asked.
+        tokens: How many tokens of the answer are recorded.
+        timeout_s: How long requests in flight, which hold parts of the cache, may take to end, s.
+    """
 
     phase: ClassVar[Phase] = "ACCEPT"
     prompt: str
     tokens: int
+    timeout_s: float
 
 
 @frozen(kw_only=True)

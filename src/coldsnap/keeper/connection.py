@@ -27,6 +27,12 @@ ANSWER_S = 40.0  # a launch may take 30 s, all else is immediate
 _ADMISSION = frozenset({"busy", "privilege", "peer"})
 
 
+class _Channel(socket.socket):
+    def __del__(self) -> None:
+        # A handle that is merely forgotten is no mistake: the engine serves on, and Python has nothing to warn of.
+        self.close()
+
+
 class Connection:
     """A connection that has been greeted.
 
@@ -54,8 +60,7 @@ class Connection:
                     os.close(fd)
 
     def __del__(self) -> None:
-        # A handle that is merely forgotten is no mistake: the engine serves on, and nothing may leak or warn.
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError):  # the constructor may have failed
             self.close()
 
     def ask(
@@ -125,7 +130,8 @@ class Connection:
 
 def start(run_dir: Path, *, private: bool, labels: Mapping[str, str], python: str, timeout_s: float) -> Connection:
     """Start a guard and its keeper; see :meth:`coldsnap.keeper.client.Keeper.start`."""
-    ours, theirs = wire.pair()
+    one, theirs = wire.pair()
+    ours = _Channel(fileno=one.detach())
     ours.settimeout(timeout_s)
     complaints = os.memfd_create("coldsnap-complaints")
     try:
@@ -210,7 +216,7 @@ def _dial(run_dir: Path, timeout_s: float) -> socket.socket | None:
         dir_fd = layout.open_directory(os.fspath(run_dir))
     except OSError:
         return None
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = _Channel(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.settimeout(timeout_s)  # connect(2) would wait without end for a place in a full backlog
     try:
         channel.connect(f"/proc/self/fd/{dir_fd}/{layout.KEEPER_SOCKET}")

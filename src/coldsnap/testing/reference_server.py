@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--weights-bytes", type=int, default=1 << 20)
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--exit-after-s", type=float, default=None)
+    parser.add_argument("--noise", action="store_true", help="give a greedy request another answer each time")
     options = parser.parse_args()
     if options.exit_after_s is not None:
         threading.Timer(options.exit_after_s, os._exit, args=(3,)).start()

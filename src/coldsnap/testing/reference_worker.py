@@ -101,7 +101,7 @@ def work(channel: Channel, options: argparse.Namespace, port: int | None) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(2)
     torch.manual_seed(options.seed)
-    model = Model(options.weights_seed, options.weights_bytes)
+    model = Model(options.weights_seed, options.weights_bytes, noise=options.noise)
     start_rank("worker", {}, torch=torch.__version__)
     threading.Thread(target=_tick, name="reference-tick", daemon=True).start()
     if port is not None:
@@ -126,11 +126,12 @@ def _serve_request(channel: Channel, model: Model, written: int) -> int:
 class Model:
     """A recurrent model with seeded random weights."""
 
-    def __init__(self, seed: int, weights_bytes: int) -> None:
+    def __init__(self, seed: int, weights_bytes: int, *, noise: bool = False) -> None:
         import torch  # noqa: PLC0415
 
         generator = torch.Generator().manual_seed(seed)
         self.torch = torch
+        self.noise = noise
         self.embedding = torch.randn(_VOCABULARY, _HIDDEN, generator=generator)
         self.output = torch.randn(_VOCABULARY, _HIDDEN, generator=generator)
         # A gain above one keeps the state wandering, so that an answer does not settle on one token.
@@ -146,6 +147,8 @@ class Model:
             state = self._advance(state, token)
         for _ in range(max_tokens):
             logits = self.output @ state
+            if self.noise:
+                logits = logits + 100 * torch.randn_like(logits)
             if temperature > 0:
                 token = int(torch.multinomial(torch.softmax(logits / temperature, 0), 1))
             else:
