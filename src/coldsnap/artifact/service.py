@@ -169,7 +169,10 @@ class ValidationService:
                 if self._closed.is_set():
                     return
                 raise
-            self._workers.submit(self._serve, connection)
+            try:
+                self._workers.submit(self._serve, connection)
+            except RuntimeError:
+                connection.close()  # the service was closed while this peer was being accepted
 
     def _serve(self, connection: socket.socket) -> None:
         # A peer that goes away or says nonsense costs its own connection and nothing else.
@@ -218,11 +221,14 @@ def _listen(path: Path) -> socket.socket:
                 raise ArtifactError(f"a service already listens on {path}")
         path.unlink()
     listener = socket.socket(socket.AF_UNIX)
-    # Between bind and chmod nobody else may connect; the umask of the process is left alone because it is shared by
-    # all threads.
-    listener.bind(os.fspath(path))
-    path.chmod(0o600)
-    listener.listen(64)
+    try:
+        listener.bind(os.fspath(path))
+        # The umask of the process is left alone because all threads share it; until here the token and the uid protect.
+        path.chmod(0o600)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
