@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.resources
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,9 @@ _VERIFY = {"none": 0, "crc32": 1, "crc32+sha256": 2}
 
 _DISCARD, _FILE_SHA256, _READ_BACK, _PAD, _NO_DIRECT_OPEN = 1, 2, 4, 8, 16
 _MISMATCH = 7
+
+
+_loads = itertools.count()
 
 
 class _Extent(ctypes.Structure):
@@ -126,37 +130,27 @@ class RingStatistics:
     registered_bytes: int
 
 
+_INT, _U32, _I32, _U64, _TEXT, _AT = (
+    *(ctypes.c_int, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64),
+    *(ctypes.c_char_p, ctypes.c_void_p),
+)
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "abi_version": (ctypes.c_uint32, []),
+    "abi_version": (_U32, []),
     "last_error": (ctypes.POINTER(_Error), []),
-    "load_cuda": (ctypes.c_int, [ctypes.c_char_p]),
-    "load_cufile": (ctypes.c_int, [ctypes.c_char_p]),
-    "hydrate_available": (ctypes.c_int, [ctypes.c_uint32, ctypes.c_int32]),
-    "capture_available": (ctypes.c_int, [ctypes.c_uint32, ctypes.c_int32]),
-    "probe_gds": (ctypes.c_int, [ctypes.c_int, ctypes.c_int32]),
-    "hydrate": (
-        ctypes.c_int,
-        [
-            ctypes.c_int,
-            ctypes.c_void_p,
-            ctypes.c_uint64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_uint64,
-        ],
-    ),
-    "capture": (ctypes.c_int, [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]),
-    "residency": (
-        ctypes.c_int,
-        [ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64],
-    ),
-    "crc32": (ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]),
-    "crc32_combine": (ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64]),
-    "sha256": (None, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]),
-    "memcpy": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]),
-    "read_statistics": (None, [ctypes.c_void_p]),
-    "release": (ctypes.c_int, []),
+    "load_cuda": (_INT, [_TEXT]),
+    "load_cufile": (_INT, [_TEXT]),
+    "hydrate_available": (_INT, [_U32, _I32]),
+    "capture_available": (_INT, [_U32, _I32]),
+    "probe_gds": (_INT, [_INT, _I32]),
+    "hydrate": (_INT, [_INT, _AT, _U64, _AT, _AT, _AT, _U64]),
+    "capture": (_INT, [_INT, _AT, _U64, _AT, _AT]),
+    "residency": (_INT, [_INT, _U64, _U64, _U64, _AT, _U64]),
+    "crc32": (_U32, [_U32, _AT, _U64]),
+    "crc32_combine": (_U32, [_U32, _U32, _U64]),
+    "sha256": (None, [_AT, _U64, _AT]),
+    "memcpy": (_INT, [_AT, _AT, _U64, _U32]),
+    "read_statistics": (None, [_AT]),
+    "release": (_INT, []),
 }
 
 
@@ -223,8 +217,9 @@ class NativeLibrary:
         with contextlib.nullcontext(Path(path)) if path is not None else _packaged() as chosen:
             fd = _hashed(chosen, sha256)
             try:
-                # The very file that was hashed, whatever its name leads to by now.
-                library = ctypes.CDLL(f"/proc/self/fd/{fd}")
+                # The very file that was hashed, whatever its name leads to by now. glibc answers a name that it has
+                # loaded before with what was there then, so no name is used twice.
+                library = ctypes.CDLL(f"/proc/self/fd/{'./' * next(_loads)}{fd}")
                 for name, (result, arguments) in _SIGNATURES.items():
                     function = getattr(library, f"coldsnap_io_{name}")
                     function.restype, function.argtypes = result, arguments
