@@ -32,8 +32,13 @@ def main():
     fault = FaultPlan.parse(*job["faults"])
     plan = cs.resolve(cs.Policy(), operation(job), cs.Facts.load(job["facts"]))
     told = {}
+
+    def say(event):
+        if job.get("tell"):
+            print(event.kind, event.step, flush=True)
+
     try:
-        report = cs.execute(plan, fault_point=fault)
+        report = cs.execute(plan, fault_point=fault, on_event=say)
     except BaseException as error:
         report = error.report
         told = {"error": type(error).__name__, "sentence": str(error), "notes": error.__notes__}

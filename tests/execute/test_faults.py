@@ -7,8 +7,10 @@ for it, so a plain run takes one of the two; with COLDSNAP_TEST_FULL it takes bo
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -116,20 +118,25 @@ class Matrix:
         if case.operation != "handle":
             return self.check(case, self.lab.directory / str(case), unused_port())
         with self.one_engine:
-            if self.engine is None:
-                self.engine = self.lab.launch(self.lab.engine(env={"TEST_TAG": f"{self.lab.tag}-handle"}))
-                self.answer = ask(self.engine)
-            run_dir, port = self.engine.run_dir, self.engine.endpoint.port
+            engine = self.serving_engine()
+            run_dir, port = engine.run_dir, engine.endpoint.port
             try:
                 return self.check(case, run_dir, port)
             finally:
-                if case.action == "kill-keeper" or self.engine.status().state != "running":
+                if case.action == "kill-keeper" or engine.status().state != "running":
                     end(run_dir)
                     self.engine = None
 
-    def call(self, case, run_dir, port, *faults):
+    def serving_engine(self):
+        """Return the engine that cases with a handle share; a new one where the last was killed."""
+        if self.engine is None:
+            self.engine = self.lab.launch(self.lab.engine(env={"TEST_TAG": f"{self.lab.tag}-handle"}))
+        return self.engine
+
+    def job(self, case, run_dir, port, *faults, **options):
         output = self.lab.directory / f"artifact-{case}"
-        job = {
+        return output, {
+            **options,
             "operation": case.operation,
             "faults": faults,
             "run_dir": str(run_dir),
@@ -141,6 +148,9 @@ class Matrix:
             "facts": str(self.facts),
             "then": "keep" if case.operation == "handle" else "stop",
         }
+
+    def call(self, case, run_dir, port, *faults):
+        output, job = self.job(case, run_dir, port, *faults)
         done = subprocess.run(
             [sys.executable, str(CASE), json.dumps(job)], capture_output=True, text=True, timeout=LIMIT_S
         )
@@ -267,6 +277,47 @@ def matrix(tmp_path_factory, criu, engine_python, facts, captured, request):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_afterwards_the_engine_serves_on_or_nothing_is_left(matrix, case):
     assert matrix.futures[case].result() == []
+
+
+# While CRIU works there is code of its own in the tree, or half a tree: the worst moments to be killed in.
+MIDDLE = [
+    (operation, step, action, delay_s)
+    for operation, step in (("handle", "dump"), ("restore", "thaw"))
+    for action in ("kill-caller", "kill-keeper")
+    for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
+]
+
+
+@pytest.mark.parametrize(("operation", "step", "action", "delay_s"), MIDDLE)
+def test_a_kill_in_the_middle_of_a_dump_or_a_thaw_leaves_as_little(matrix, operation, step, action, delay_s, tmp_path):
+    case = Case(operation=operation, step=step, when=f"{delay_s}s-into", action=action)
+    with matrix.one_engine:
+        if operation == "handle":
+            engine = matrix.serving_engine()
+            run_dir, port = engine.run_dir, engine.endpoint.port
+        else:
+            run_dir, port = tmp_path / "run", unused_port()
+        output, job = matrix.job(case, run_dir, port, tell=True)
+        with subprocess.Popen(
+            [sys.executable, str(CASE), json.dumps(job)], stdout=subprocess.PIPE, text=True
+        ) as caller:
+            while caller.stdout.readline().strip() != f"start {step}":
+                assert caller.poll() is None, "the caller ended"
+            time.sleep(delay_s)
+            if action == "kill-caller":
+                caller.kill()
+            else:
+                os.kill(json.loads((run_dir / "keeper.json").read_text())["keeper"]["pid"], signal.SIGKILL)
+            told, _ = caller.communicate(timeout=LIMIT_S)
+        serves = action == "kill-caller" and (operation == "handle" or "end hand-over" in told)  # quicker than the kill
+        try:
+            assert [*(matrix.serving if serves else matrix.nothing)(case, run_dir, port)] == []
+            assert not (output / "artifact.json").exists() or cs.Artifact.open(output).verify("full")
+        finally:
+            if operation == "restore" or not serves:
+                end(run_dir)
+                matrix.engine = None if operation == "handle" else matrix.engine
+            subprocess.run(["rm", "-rf", str(output)], check=True)
 
 
 AGAIN = [
