@@ -1,14 +1,7 @@
-"""Real CRIU, found like a user finds it; without it the tests marked ``criu`` cannot run."""
+"""Real CRIU under real keepers."""
 
 import pytest
-from drivers_lab import Lab, find_criu
-
-
-@pytest.fixture(scope="session")
-def criu():
-    path = find_criu()
-    assert path, "no CRIU: run tools/get_criu.py, or name one in COLDSNAP_TEST_CRIU"
-    return path
+from drivers_lab import Lab
 
 
 @pytest.fixture

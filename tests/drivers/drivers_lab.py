@@ -1,8 +1,7 @@
-"""Real CRIU, real keepers, a small real tree. CRIU is found like a user finds it; without it these tests cannot run."""
+"""Real CRIU, real keepers, a small real tree. What they leave is removed."""
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,13 +22,6 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def find_criu():
-    """COLDSNAP_TEST_CRIU, then PATH, then the newest one that tools/get_criu.py has made."""
-    cache = Path(os.environ.get("COLDSNAP_CI_CACHE") or Path.home() / ".cache" / "coldsnap-ci")
-    made = sorted(cache.glob("criu-*/criu"), key=lambda path: path.stat().st_mtime)
-    return os.environ.get("COLDSNAP_TEST_CRIU") or shutil.which("criu") or (str(made[-1]) if made else None)
 
 
 def ask(port, timeout_s=10.0, host="127.0.0.1"):

