@@ -1,4 +1,4 @@
-"""Image files made by hand; the real ones are read in test_roundtrip."""
+"""Image files made by hand; the real ones are read in test_drivers_roundtrip."""
 
 import os
 import struct

@@ -193,8 +193,8 @@ FALLBACK = """
 
 
 def test_auto_falls_back_from_a_refused_direct_open_and_explicit_direct_does_not(built, tmp_path):
-    from test_faults import SIZE as SMALL_SIZE
-    from test_faults import with_faults
+    from test_transfer_faults import SIZE as SMALL_SIZE
+    from test_transfer_faults import with_faults
 
     path = tmp_path / "pack"
     path.write_bytes(content(SMALL_SIZE))
