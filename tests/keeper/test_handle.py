@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import get, kill, sigkill, tagged, until
+from keeper_world import get, kill, sigkill, tagged, until
 
 from coldsnap.errors import AdmissionError, EngineError, StepTimeout
 from coldsnap.keeper.client import Exit

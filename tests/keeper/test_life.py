@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import alive, get, kill, mounts, sigkill, tagged, until
+from keeper_world import alive, get, kill, mounts, sigkill, tagged, until
 
 from coldsnap.errors import AdmissionError, EngineError, StepError, StepTimeout
 from coldsnap.keeper.client import Exit, Keeper
@@ -92,6 +92,25 @@ def test_a_keeper_without_an_engine_goes_with_its_caller(world):
     kill(process)
 
     until(lambda: not world.run_dir.exists(), "its end")
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.06, 0.09, 0.15])
+def test_a_caller_killed_at_any_moment_of_a_launch_leaves_nothing(world, delay_s):
+    process, _ = world.caller(
+        "env['TAG'] = os.environ['TAG'] = env['TAG']\n"  # the guard inherits it
+        "say(1)\n"
+        "with Keeper.start(run_dir, namespace=namespace) as keeper:\n"
+        "    keeper.begin('launch', [KILL])\n"
+        "    keeper.spawn_engine(['sleep', '100'], env=env, cwd='/')\n"
+        "    time.sleep(1000)\n"
+    )
+    time.sleep(delay_s)
+
+    kill(process)
+
+    # A process that is just being made may escape one look: it must be quiet for a while.
+    quiet = iter(range(30))
+    until(lambda: not tagged(world.tag) and not os.listdir(world.base) and next(quiet, None) is None, "quiet")
 
 
 def test_an_engine_outlives_its_caller(world):

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import get, kill, sigkill, tagged, until
+from keeper_world import get, kill, sigkill, tagged, until
 
 from coldsnap.errors import EngineError, StepError
 from coldsnap.keeper import journal, layout

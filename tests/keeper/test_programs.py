@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from conftest import until
+from keeper_world import until
 
 from coldsnap.errors import EngineError, StepError, StepTimeout
 

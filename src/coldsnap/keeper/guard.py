@@ -216,7 +216,8 @@ def _await_end(birth: Birth, link: socket.socket, child: int) -> dict[str, Any] 
         return {"final": "stopped"}
     _introduce(birth, child)
     birth.first.close()
-    wire.send(link, {"keeper_pid": child})
+    with contextlib.suppress(OSError):  # when the keeper is dead already, the next line says so
+        wire.send(link, {"keeper_pid": child})
     return _hear(link)
 
 

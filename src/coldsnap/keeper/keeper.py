@@ -40,9 +40,9 @@ def main(birth: Birth) -> NoReturn:
         try:
             _enter(birth)
         except OSError as error:
-            wire.send(birth.link, {"failed": str(error), "privilege": isinstance(error, PermissionError)})
+            _tell_guard(birth.link, {"failed": str(error), "privilege": isinstance(error, PermissionError)})
             os._exit(1)
-        wire.send(birth.link, {"ready": True})
+        _tell_guard(birth.link, {"ready": True})
         _Server(birth._replace(keeper_pid=_await_introduction(birth.link))).serve()
     except GuardGone:
         _alone(birth)
@@ -51,6 +51,13 @@ def main(birth: Birth) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(1)
+
+
+def _tell_guard(link: socket.socket, message: Mapping[str, Any]) -> None:
+    try:
+        wire.send(link, message)
+    except OSError:
+        raise GuardGone from None
 
 
 def _await_introduction(link: socket.socket) -> int:
@@ -119,16 +126,19 @@ class _Server:
         self.selector.register(self.birth.listener, selectors.EVENT_READ, self._accept)
         self.selector.register(self.birth.link, selectors.EVENT_READ, self._hear_guard)
         self._answer(self._add(self.birth.first), {"op": "hello"}, [])
-        while (final := self.operations.finish) is None:
+        # Advance before the first event too: the first caller may be dead already.
+        while (final := self._advance()) is None:
             for key, _ in self.selector.select(self._patience()):
                 key.data()
-            self.operations.tree.reap()
-            self.operations.advance(time.monotonic(), connected=bool(self.connections))
-            self._settle_waits()
-        # The killing is done; first the callers hear of it, then the guard removes or records.
-        self._settle_waits()
-        wire.send(self.birth.link, final)
+        # The killing is done and the callers have heard of it; now the guard removes or records.
+        _tell_guard(self.birth.link, final)
         os._exit(0)
+
+    def _advance(self) -> dict[str, Any] | None:
+        self.operations.tree.reap()
+        self.operations.advance(time.monotonic(), connected=bool(self.connections))
+        self._settle_waits()
+        return self.operations.finish
 
     def _wake_on_children(self) -> None:
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
