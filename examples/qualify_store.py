@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the store on this machine: hashing, verification by extents, writing, re-admission.
 
-    python examples/qualify_store.py [--bytes 2147483648] [--directory DIR] [--json FILE]
+    python examples/qualify_store.py [--bytes 1073741824] [--directory DIR] [--json FILE]
 
 Everything is measured in the page cache of one filesystem, best of several runs, each figure next to its own
 yardstick of the same minute:
@@ -37,7 +37,7 @@ from coldsnap.artifact.payloads import PayloadObject
 from coldsnap.artifact.store import Store
 
 EXTENTS = 64
-RUNS = 3
+RUNS = 6
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -135,7 +135,7 @@ def readmission(directory: Path, size: int) -> tuple[int, float]:
 def main() -> None:
     """Measure, print a table, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=int, default=1 << 30, help="size of the pack")
+    parser.add_argument("--bytes", type=int, default=1 << 28, help="size of the pack")
     parser.add_argument("--directory", type=Path, help="where to work; default: a temporary directory")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
