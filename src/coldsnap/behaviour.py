@@ -15,7 +15,7 @@ from coldsnap.errors import UnsupportedError
 from coldsnap.plan import Decision
 from coldsnap.policy import Policy, ResolvedPolicy, leaves
 
-__all__ = ["Context", "decide", "engine_defaults", "refuse_without_behaviour"]
+__all__ = ["Context", "decide", "engine_defaults", "refuse_without_behaviour", "runs_eagerly"]
 
 
 @frozen(kw_only=True)
@@ -66,6 +66,11 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
 def engine_defaults() -> Mapping[str, Any]:
     """Return the engine layer: defaults of the library that have no behaviour give way to what happens in fact."""
     return {"process.discard": (), "process.cache_seed": False}
+
+
+def runs_eagerly(resolved: ResolvedPolicy, context: Context) -> bool:
+    """Tell whether an engine must be launched without CUDA graphs."""
+    return resolved["graphs.policy"] == "disabled" or (context.gpu and context.workers > 1)
 
 
 def refuse_without_behaviour(policy: Policy) -> None:
@@ -125,6 +130,8 @@ def _capture(resolved: ResolvedPolicy, context: Context) -> list[tuple[str, str,
     graphs = ("kept", "a single worker's CUDA graphs are part of its CUDA state")
     if not context.gpu:
         graphs = ("disabled", "a host without GPU has no CUDA graphs")
+    elif context.workers > 1:
+        graphs = ("disabled", "graphs of several workers hold NCCL state that cannot come back yet: it runs eagerly")
     if resolved["graphs.policy"] == "disabled":
         graphs = ("disabled", "the engine runs eagerly")
     discard = "nothing releases the KV cache before the dump: it is part of the image"

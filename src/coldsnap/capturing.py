@@ -8,21 +8,18 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
-from coldsnap import artifact as format9
 from coldsnap.accelerating import prepare
 from coldsnap.artifact import ArtifactWriter
 from coldsnap.artifact.durable import COMMITTED
-from coldsnap.describe import compatibility_unit, described_engine, short_name
-from coldsnap.drivers import n610, sequence
+from coldsnap.describing import CAPSULE, COMMAND, descriptor
+from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.endpoint import await_ready, log_tail
 from coldsnap.engines.secrets import secret_names
 from coldsnap.engines.settings import inherited_environment
 from coldsnap.engines.specs import EngineRecord, spec_from_text, spec_to_text
-from coldsnap.errors import AcceptanceError, AdmissionError, EngineError
-from coldsnap.host.contracts import CONTRACTS
+from coldsnap.errors import AcceptanceError, AdmissionError, EngineError, UnsupportedError
 from coldsnap.host.doctor import problems
 from coldsnap.host.probe import probe
 from coldsnap.keeper.client import Keeper
@@ -70,10 +67,8 @@ __all__ = [
     "stop",
 ]
 
-UNIT = "unit-0"
-CAPSULE = f"capsule/{UNIT}"
 IDLE_POLL_S = 0.02
-SPEC, ENVIRONMENT, COMMAND = "spec", "environment", "command"
+SPEC, ENVIRONMENT = "spec", "environment"
 
 
 def admit_host(session: Session, step: AdmitHost) -> Receipt:
@@ -154,7 +149,14 @@ def attach(session: Session, step: AttachEngine) -> Receipt:
     if mismatches := list(_not_as_planned(session, keeper)):
         raise AdmissionError(f"the engine in {step.run_dir} cannot be captured under this policy", mismatches)
     record = EngineRecord.from_text(keeper.labels[ENVIRONMENT], path=f"{step.run_dir}/keeper.json")
-    session.engine, session.environment = spec_from_text(record.spec), record.environment
+    session.engine = engine = spec_from_text(record.spec)
+    session.environment = record.environment
+    if session.gpu and engine.world_size > 1 and engine.eager() != engine:
+        raise UnsupportedError(
+            f"CUDA graphs of {engine.world_size} workers",
+            field="graphs.policy",
+            works="capturing an engine that this library launches, or one launched with --enforce-eager",
+        )
     session.model = session.engine.identify(inherited_environment())
     return Receipt(step=step.id, effective=f"{session.engine.kind} {session.engine.model}")
 
@@ -266,7 +268,7 @@ def seal(session: Session, step: SealArtifact) -> Receipt:
 def commit(session: Session, step: CommitArtifact) -> Receipt:
     """Make the artifact exist."""
     writer = session.need(session.writer, "an output")
-    session.artifact = writer.commit(_descriptor(session))
+    session.artifact = writer.commit(descriptor(session))
     session.report.artifact = session.artifact.path
     return Receipt(
         step=step.id, effective=session.artifact.digest[:19], bytes=sum(session.artifact.size_bytes.values())
@@ -309,88 +311,3 @@ def stop(session: Session, step: StopEngine) -> Receipt:
         ended = keeper.stop(grace_s=step.grace_s)
     session.report.workload = "the engine was stopped"
     return Receipt(step=step.id, effective="stopped", reason=str(ended or "it had ended"))
-
-
-def _descriptor(session: Session) -> format9.Descriptor:
-    plan, engine = session.plan, session.spec
-    keeper = session.living
-    host = session.need(session.host, "the host's facts")
-    dumped = session.need(session.dumped, "a process image")
-    question, answer = session.need(session.question, "a question"), session.need(session.answer, "an answer")
-    command = json.loads(keeper.labels[COMMAND])
-    now = time.time_ns()
-    requires = format9.Requires(features=tuple(sorted(CONTRACTS["n610"].features)) if host.gpus else ())
-    return format9.Descriptor(
-        capture_id=f"{short_name(engine.model.rsplit('/', 1)[-1])}-{now // 1_000_000:x}",
-        created_unix_ns=now,
-        plan_digest=plan.digest,
-        snapshot_driver=format9.SnapshotDriver(
-            id="n610",
-            abi=sequence.ABI,
-            boundary="initialized-cuda-process-state" if host.gpus else "initialized-process-state",
-        ),
-        requires=requires,
-        engine=described_engine(
-            engine,
-            session.need(session.environment, "an environment"),
-            _model(session),
-            argv=command["argv"],
-            environ=command["environment"],
-            redacted=secret_names(command["environment"]),
-            cwd=command["cwd"],
-        ),
-        compatibility=format9.Compatibility(units=(compatibility_unit(UNIT, host, (), "n610"),)),
-        topology=format9.Topology(
-            units=(
-                format9.TopologyUnit(unit=UNIT, workers=tuple(f"worker-{rank}" for rank in range(engine.world_size))),
-            ),
-            tensor_parallel_size=engine.world_size,
-        ),
-        capsule=format9.Capsule(units=(_capsule(session, dumped),)),
-        graph=_graph(session),
-        acceptance=format9.Acceptance(
-            prompt=question.prompt, max_tokens=question.max_tokens, text=answer.text, token_ids=answer.token_ids
-        ),
-    )
-
-
-def _capsule(session: Session, dumped: n610.DumpedTree) -> format9.CapsuleUnit:
-    keeper, host, port = session.living, session.need(session.host, "the host's facts"), session.endpoint.port
-    return format9.CapsuleUnit(
-        unit=UNIT,
-        path=CAPSULE,
-        images=f"{CAPSULE}/images",
-        criu=format9.Criu(
-            version=".".join(map(str, dumped.criu_version)),
-            sha256="" if host.criu is None else host.criu.build_digest,
-            options=format9.CriuOptions(link_remap=True, tcp_established=True, file_locks=True),
-        ),
-        root_pid=dumped.root_pid,
-        pids=dumped.pids,
-        listeners=tuple(
-            format9.Listener(address=each.address, port=each.port, role="api" if each.port == port else "internal")
-            for each in dumped.listeners
-        ),
-        namespace="private" if keeper.private else "host",
-        run_dir=keeper.tree_dir,
-        files=session.sealed,
-    )
-
-
-def _graph(session: Session) -> format9.Graph:
-    decision = session.plan.decision("graphs.policy")
-    return format9.Graph(
-        policy_requested=decision.requested,
-        policy_effective=decision.effective,
-        decision="single_worker_graphs_retained" if decision.effective == "kept" else "no_graphs",
-    )
-
-
-def _model(session: Session) -> format9.Model:
-    model = session.need(session.model, "a model")
-    local = model.kind == "local"
-    return format9.Model(
-        id=Path(model.model).name if local else model.model,
-        revision=model.revision,
-        path=os.path.abspath(model.model) if local else None,
-    )

@@ -10,7 +10,7 @@ from typing import Literal, assert_never, cast
 
 from coldsnap.admission import command_problems, host_problems, namespace_problems, require
 from coldsnap.artifact import Artifact, Target
-from coldsnap.behaviour import Context, decide, engine_defaults, refuse_without_behaviour
+from coldsnap.behaviour import Context, decide, engine_defaults, refuse_without_behaviour, runs_eagerly
 from coldsnap.describe import target_unit
 from coldsnap.drivers import sequence
 from coldsnap.engines.base import Engine, raise_refusals
@@ -90,6 +90,7 @@ def _launch(resolved: ResolvedPolicy, operation: Launch, facts: Facts) -> Plan:
     unit, host = _placed(operation.placement, facts)
     require(f"{engine.kind} cannot be launched", host_problems(resolved, host, unit))
     driver, why = _driver(resolved, facts, unit, engine.world_size)
+    _devices(unit, host, engine.world_size)
     steps = [
         *_launch_steps(resolved, engine, operation.placement, host),
         AwaitReady(id="ready", after=("launch",), timeout_s=operation.ready_timeout_s),
@@ -110,7 +111,7 @@ def _launch_steps(
 ) -> list[Step]:
     unit, gpu = placement.front, bool(host.gpus)
     raise_refusals(f"{engine.kind} {engine.model}", engine.refusals(gpu=gpu))
-    if resolved["graphs.policy"] == "disabled":
+    if runs_eagerly(resolved, Context(operation="launch", gpu=gpu, workers=engine.world_size)):
         engine = engine.eager()
     endpoint = Endpoint(host=unit.address, port=unit.port)
     command = engine.launch_command(endpoint, environ={}, gpu=gpu)
@@ -176,7 +177,7 @@ def _capture(resolved: ResolvedPolicy, operation: Capture, facts: Facts) -> Plan
             after="quiesce",
             unit=UNIT,
             criu=_criu_path(host),
-            devices=_devices(unit, host),
+            devices=_devices(unit, host, workers),
             leave="running" if operation.then == "keep" else "stopped",
             timeout_s=operation.dump_timeout_s,
         ),
@@ -220,7 +221,7 @@ def _restore(resolved: ResolvedPolicy, operation: Restore, facts: Facts) -> Plan
         )
     require(f"the artifact {artifact.path} cannot be restored on {unit.host}", reasons)
     captured = descriptor.compatibility.units[0].devices
-    devices = _devices(unit, host)[: len(captured)]
+    devices = _devices(unit, host, len(captured))
     steps = [
         _admit_host(host, resolved["process.namespace"]),
         AdmitPlacement(id="admit-placement", address=unit.address, port=unit.port),
@@ -326,10 +327,15 @@ def _cuda(host: HostFacts, *, captured: bool = True) -> Decision:
     return Decision(name="cuda steps", requested="", layer="", effective=effective, reason=reason)
 
 
-def _devices(unit: UnitPlacement | None, host: HostFacts) -> tuple[int, ...]:
-    if not host.gpus:
-        return ()
-    return unit.devices if unit is not None and unit.devices else tuple(gpu.index for gpu in host.gpus)
+def _devices(unit: UnitPlacement | None, host: HostFacts, workers: int) -> tuple[int, ...]:
+    first = tuple(gpu.index for gpu in host.gpus)[:workers]
+    if unit is not None and unit.devices and unit.devices != first:
+        raise UnsupportedError(
+            f"the GPUs {', '.join(map(str, unit.devices))}, where the engine would take {', '.join(map(str, first))}",
+            field="placement.devices",
+            works="no devices in the placement; CUDA_VISIBLE_DEVICES chooses which GPUs an engine sees",
+        )
+    return first
 
 
 def _admit_host(host: HostFacts, namespace: Literal["private", "host"]) -> AdmitHost:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from coldsnap.accelerating import prepare
 from coldsnap.artifact import Artifact, Target
-from coldsnap.capturing import COMMAND, ENVIRONMENT, SPEC
+from coldsnap.capturing import ENVIRONMENT, SPEC
 from coldsnap.describe import target_engine
+from coldsnap.describing import COMMAND
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Answer, Question, compare
 from coldsnap.engines.environment import environment_still_is

@@ -131,6 +131,39 @@ def test_a_gpu_that_is_not_there_is_refused(planned):
         planned(Capture(fleet.engine(), output=fleet.OUTPUT, placement=placed), fleet.gpu_host(count=2))
 
 
+@pytest.mark.parametrize("made", [fleet.Launch, fleet.Capture, fleet.Restore])
+def test_gpus_are_not_chosen_by_a_placement_yet_and_that_is_said(planned, made):
+    placed = Placement(units=(UnitPlacement(devices=(1,), port=8000),))
+    two = fleet.gpu_host(count=2)
+    subject = fleet.captured_on(GPU) if made is fleet.Restore else fleet.engine()
+    output = {"output": fleet.OUTPUT} if made is fleet.Capture else {}
+
+    with pytest.raises(UnsupportedError) as refusal:
+        planned(made(subject, placement=placed, **output), two)
+
+    assert refusal.value.field == "placement.devices"
+
+
+def test_an_engine_takes_as_many_gpus_as_it_has_workers(planned):
+    many = fleet.gpu_host(count=8)
+
+    assert planned(fleet.capture(), many)["lock-cuda"].devices == (0,)
+    spec = fleet.engine(args=("--tensor-parallel-size", "2"))
+    assert planned(fleet.capture(spec=spec), many)["lock-cuda"].devices == (0, 1)
+
+
+def test_several_workers_run_eagerly_where_their_graphs_could_not_come_back(planned):
+    spec = fleet.engine(args=("--tensor-parallel-size", "2"))
+
+    plan = planned(fleet.capture(spec=spec), fleet.gpu_host(count=2))
+
+    assert "--enforce-eager" in plan["launch"].argv
+    assert plan.decision("graphs.policy").effective == "disabled"
+    assert "NCCL" in plan.decision("graphs.policy").reason
+    assert "--enforce-eager" not in planned(fleet.capture(), GPU)["launch"].argv
+    assert "--enforce-eager" not in planned(fleet.capture(spec=spec))["launch"].argv
+
+
 def test_names_that_look_secret_are_refused_without_their_values(planned):
     spec = fleet.engine(env={"MY_API_KEY": "hf_abcdef", "DB_PASSWORD": "pass-word"})
 

@@ -1,0 +1,122 @@
+"""The descriptor of a finished capture: what the steps found out, in the words of the format.
+
+The one rule: nothing is found out here; whatever is written was seen by a step of this capture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from coldsnap import artifact as format9
+from coldsnap.describe import compatibility_unit, described_engine, short_name
+from coldsnap.drivers import n610, sequence
+from coldsnap.engines.secrets import secret_names
+from coldsnap.host.contracts import CONTRACTS
+from coldsnap.host.facts import HostFacts
+from coldsnap.session import Session
+
+__all__ = ["CAPSULE", "COMMAND", "descriptor"]
+
+UNIT = "unit-0"
+CAPSULE = f"capsule/{UNIT}"
+COMMAND = "command"
+"""The keeper's label with argv, environment and cwd of the engine."""
+
+
+def descriptor(session: Session) -> format9.Descriptor:
+    """Say everything that a restore must know, from what the steps of the capture have found out."""
+    plan, engine = session.plan, session.spec
+    keeper = session.living
+    host = session.need(session.host, "the host's facts")
+    dumped = session.need(session.dumped, "a process image")
+    question, answer = session.need(session.question, "a question"), session.need(session.answer, "an answer")
+    command = json.loads(keeper.labels[COMMAND])
+    devices = _devices(host, command["environment"], engine.world_size)
+    now = time.time_ns()
+    requires = format9.Requires(features=tuple(sorted(CONTRACTS["n610"].features)) if host.gpus else ())
+    return format9.Descriptor(
+        capture_id=f"{short_name(engine.model.rsplit('/', 1)[-1])}-{now // 1_000_000:x}",
+        created_unix_ns=now,
+        plan_digest=plan.digest,
+        snapshot_driver=format9.SnapshotDriver(
+            id="n610",
+            abi=sequence.ABI,
+            boundary="initialized-cuda-process-state" if host.gpus else "initialized-process-state",
+        ),
+        requires=requires,
+        engine=described_engine(
+            engine,
+            session.need(session.environment, "an environment"),
+            _model(session),
+            argv=command["argv"],
+            environ=command["environment"],
+            redacted=secret_names(command["environment"]),
+            cwd=command["cwd"],
+        ),
+        compatibility=format9.Compatibility(units=(compatibility_unit(UNIT, host, devices, "n610"),)),
+        topology=format9.Topology(
+            units=(
+                format9.TopologyUnit(unit=UNIT, workers=tuple(f"worker-{rank}" for rank in range(engine.world_size))),
+            ),
+            tensor_parallel_size=engine.world_size,
+        ),
+        capsule=format9.Capsule(units=(_capsule(session, dumped),)),
+        graph=_graph(session),
+        acceptance=format9.Acceptance(
+            prompt=question.prompt, max_tokens=question.max_tokens, text=answer.text, token_ids=answer.token_ids
+        ),
+    )
+
+
+def _devices(host: HostFacts, environment: Mapping[str, str], workers: int) -> tuple[int, ...]:
+    """Return the GPUs that the engine was given: those it was launched with, else the first ones."""
+    named = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    known = {str(gpu.index): gpu.index for gpu in host.gpus} | {gpu.uuid: gpu.index for gpu in host.gpus}
+    chosen = [known[name] for name in named if name in known] or [gpu.index for gpu in host.gpus]
+    return tuple(chosen[:workers])
+
+
+def _capsule(session: Session, dumped: n610.DumpedTree) -> format9.CapsuleUnit:
+    keeper, host, port = session.living, session.need(session.host, "the host's facts"), session.endpoint.port
+    return format9.CapsuleUnit(
+        unit=UNIT,
+        path=CAPSULE,
+        images=f"{CAPSULE}/images",
+        criu=format9.Criu(
+            version=".".join(map(str, dumped.criu_version)),
+            sha256="" if host.criu is None else host.criu.build_digest,
+            options=format9.CriuOptions(link_remap=True, tcp_established=True, file_locks=True),
+        ),
+        root_pid=dumped.root_pid,
+        pids=dumped.pids,
+        listeners=tuple(
+            format9.Listener(address=each.address, port=each.port, role="api" if each.port == port else "internal")
+            for each in dumped.listeners
+        ),
+        namespace="private" if keeper.private else "host",
+        run_dir=keeper.tree_dir,
+        files=session.sealed,
+    )
+
+
+def _graph(session: Session) -> format9.Graph:
+    decision = session.plan.decision("graphs.policy")
+    return format9.Graph(
+        policy_requested=decision.requested,
+        policy_effective=decision.effective,
+        decision="single_worker_graphs_retained" if decision.effective == "kept" else "no_graphs",
+    )
+
+
+def _model(session: Session) -> format9.Model:
+    model = session.need(session.model, "a model")
+    local = model.kind == "local"
+    return format9.Model(
+        id=Path(model.model).name if local else model.model,
+        revision=model.revision,
+        path=os.path.abspath(model.model) if local else None,
+    )
