@@ -20,7 +20,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from coldsnap.transfer.memory import HostMemory, MemoryProvider
+from coldsnap.transfer.memory import HostMemory, MemoryProvider, Region
 from coldsnap.transfer.native import ABI, NativeLibrary
 from coldsnap.transfer.prefetch import prefetch
 
@@ -163,14 +163,19 @@ def _raw_reader(fd: int, size_bytes: int, threads: int, block: int) -> Callable[
 
 def memcpy_rate(library: NativeLibrary, memory: HostMemory, size_bytes: int, threads: int, repeat: int) -> Rate:
     """Copy between two places in memory: the limit of a transfer into host memory."""
-    source, target = (memory.allocate(size_bytes, tag="limit") for _ in range(2))
-    library.memcpy(target.address, source.address, size_bytes, threads)
-    # A source of untouched pages would be one page of zeros, read from the cache.
-    library.memcpy(source.address, target.address, size_bytes, threads)
+    source, target = _limit_regions(library, memory, size_bytes, threads)
     action = lambda: library.memcpy(target.address, source.address, size_bytes, threads)  # noqa: E731
-    rate = Rate.of(size_bytes, timed(action, repeat))
-    memory.release([source, target])
-    return rate
+    return Rate.of(size_bytes, timed(action, repeat))
+
+
+def _limit_regions(library: NativeLibrary, memory: HostMemory, size_bytes: int, threads: int) -> tuple[Region, Region]:
+    regions = memory.regions("limit")
+    if not regions:
+        regions = tuple(memory.allocate(size_bytes, tag="limit") for _ in range(2))
+        # Touch both: a source of untouched pages would be one page of zeros, read from the cache.
+        library.memcpy(regions[1].address, regions[0].address, size_bytes, threads)
+        library.memcpy(regions[0].address, regions[1].address, size_bytes, threads)
+    return regions[0], regions[1]
 
 
 def link_rates(device: int, size_bytes: int, repeat: int) -> dict[str, float]:

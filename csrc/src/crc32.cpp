@@ -65,6 +65,12 @@ constexpr uint64_t low_factor(unsigned bits) { return uint64_t{power_of_x(bits +
 constexpr uint64_t high_factor(unsigned bits) { return uint64_t{power_of_x(bits - 32)} << 1; }
 static_assert(low_factor(512) == 0x154442bd4 && high_factor(512) == 0x1c6e41596);
 
+// The hardware's prefetcher stops at every page; 2 KiB ahead was the best of 256 bytes to 4 KiB.
+inline void fetch_ahead(const uint8_t* from) {
+  _mm_prefetch(reinterpret_cast<const char*>(from + 2048), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(from + 2112), _MM_HINT_T0);
+}
+
 [[gnu::target("pclmul,sse4.1")]] inline __m128i fold(__m128i state, __m128i factors, __m128i next) {
   const __m128i low = _mm_clmulepi64_si128(state, factors, 0x00);
   const __m128i high = _mm_clmulepi64_si128(state, factors, 0x11);
@@ -102,6 +108,7 @@ template <bool kCopy>
   const __m256i factors = _mm256_set_epi64x(high_factor(1024), low_factor(1024), high_factor(1024), low_factor(1024));
   __m256i lanes[4] = {_mm256_set_epi64x(0, 0, 0, state), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
   for (size_t block = 0; block < blocks; ++block, from += 128) {
+    fetch_ahead(from);
     for (int i = 0; i < 4; ++i) {
       const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + i);
       if constexpr (kCopy) _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + i, data);
@@ -142,8 +149,7 @@ uint32_t by_folding(uint32_t state, uint8_t* to, const uint8_t* from, size_t len
   for (; done + 128 <= length; done += 128) {
     __m256i data[4];
     for (int i = 0; i < 4; ++i) data[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + done) + i);
-    _mm_prefetch(reinterpret_cast<const char*>(from + done + 1024), _MM_HINT_NTA);
-    _mm_prefetch(reinterpret_cast<const char*>(from + done + 1088), _MM_HINT_NTA);
+    fetch_ahead(from + done);
     for (int i = 0; i < 4; ++i) _mm256_stream_si256(reinterpret_cast<__m256i*>(to + done) + i, data[i]);
   }
   return done;

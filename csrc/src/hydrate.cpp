@@ -11,6 +11,7 @@ namespace {
 // A slice and its successors should stay in the caches between the copy into the ring and the device's read of it.
 constexpr uint64_t kReadSlice = 1 << 20;
 constexpr uint64_t kDirectSlice = 2 << 20;
+constexpr uint64_t kHostWindow = 32 << 20;  // mapped at a time by all threads together: counts as this process's memory
 constexpr uint64_t kRegisterSlice = 32 << 20;
 constexpr uint64_t kGap = 64 << 10;
 constexpr unsigned kStages = 3;  // one being read into, one being copied from, one ready
@@ -30,11 +31,13 @@ void check_extents(std::span<const coldsnap_io_extent> extents, uint64_t size) {
   }
 }
 
-uint64_t slice_bytes(const coldsnap_io_options& options) {
-  const uint64_t chosen = options.access == COLDSNAP_IO_ACCESS_REGISTER ? kRegisterSlice
-                          : options.backend == COLDSNAP_IO_DIRECT || options.backend == COLDSNAP_IO_GDS ? kDirectSlice
-                                                                                                        : kReadSlice;
-  return std::min(options.slice_bytes ? options.slice_bytes : chosen, options.chunk_bytes);
+uint64_t slice_bytes(const coldsnap_io_options& options, bool host) {
+  uint64_t chosen = kReadSlice;
+  if (options.access == COLDSNAP_IO_ACCESS_REGISTER) chosen = kRegisterSlice;
+  if (options.backend == COLDSNAP_IO_DIRECT || options.backend == COLDSNAP_IO_GDS) chosen = kDirectSlice;
+  // Into host memory there is no stage, and every unmapping interrupts all processors: the fewer the better.
+  else if (host) chosen = round_down(kHostWindow / (options.threads ? options.threads : usable_processors()));
+  return std::min(options.slice_bytes ? options.slice_bytes : std::max(chosen, kReadSlice), options.chunk_bytes);
 }
 
 unsigned wanted_threads(const coldsnap_io_options& options, const Source& source, const Layout& layout) {
@@ -93,7 +96,7 @@ std::vector<coldsnap_io_range> hydrate(int fd, std::span<const coldsnap_io_exten
   const bool host = options.cuda_device == COLDSNAP_IO_HOST || (options.flags & COLDSNAP_IO_DISCARD);
   Source source(fd, options, host);
   check_extents(extents, source.size());
-  const uint64_t slice = slice_bytes(options);
+  const uint64_t slice = slice_bytes(options, host);
   const Layout layout = make_layout(extents, {.slice_bytes = slice, .gap_bytes = kGap});
   Digests digests(extents, layout);
   Hydration hydration{options, layout, source, digests, {}};

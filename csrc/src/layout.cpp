@@ -56,15 +56,18 @@ class Builder {
   }
 
   bool fits(const coldsnap_io_extent& extent) const {
-    const uint64_t limit = joins(extent.file_offset) ? limit_ : round_down(extent.file_offset) + rules_.slice_bytes;
+    const uint64_t limit = joins(extent.file_offset) ? limit_ : limit_after(extent.file_offset);
     return extent.file_offset + extent.length <= limit;
   }
+
+  // Slices are cut at multiples of their size: the kernel maps and reads a file fastest in whole huge pages.
+  uint64_t limit_after(uint64_t offset) const { return (offset / rules_.slice_bytes + 1) * rules_.slice_bytes; }
 
   Slice& slice_for(uint64_t offset) {
     if (!joins(offset)) {
       const auto head = static_cast<uint32_t>(offset - round_down(offset));
       layout_.slices.push_back({offset, offset, layout_.segments.size(), 0, head});
-      limit_ = round_down(offset) + rules_.slice_bytes;
+      limit_ = limit_after(offset);
       open_ = true;
     }
     return layout_.slices.back();

@@ -32,7 +32,7 @@ class AccessChoice {
   coldsnap_io_access settled() const;
 
  private:
-  static constexpr uint64_t kTrials = 4;
+  static constexpr uint64_t kTrials = 2;
   struct Tally {
     std::atomic<uint64_t> started = 0, finished = 0, bytes = 0, ns = 0;
   };
