@@ -28,7 +28,7 @@ struct Plan {
     return times-- > 0 ? error.load() : 0;
   }
 };
-Plan reads, writes, syncs, allocations, populations, direct_opens;
+Plan reads, writes, syncs, allocations, populations, direct_opens, cachestats;
 
 Plan& plan(const char* name) {
   if (!std::strcmp(name, "preadv")) return reads;
@@ -37,6 +37,7 @@ Plan& plan(const char* name) {
   if (!std::strcmp(name, "fallocate")) return allocations;
   if (!std::strcmp(name, "populate")) return populations;
   if (!std::strcmp(name, "open_direct")) return direct_opens;
+  if (!std::strcmp(name, "cachestat")) return cachestats;
   std::abort();
 }
 
@@ -104,4 +105,15 @@ extern "C" int open64(const char* path, int flags, ...) {
     if (const int fault = direct_opens.next()) return errno = fault, -1;
   static const auto function = real<int (*)(const char*, int, ...)>("open64");
   return function(path, flags, mode);
+}
+extern "C" long syscall(long number, ...) noexcept {
+  va_list rest;
+  va_start(rest, number);
+  long arguments[6];
+  for (long& argument : arguments) argument = va_arg(rest, long);
+  va_end(rest);
+  if (number == 451)
+    if (const int fault = cachestats.next()) return errno = fault, -1;
+  static const auto function = real<long (*)(long, ...)>("syscall");
+  return function(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5]);
 }

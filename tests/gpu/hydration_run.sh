@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that issue-sized claims about native I/O need from a machine with one GPU, most doubtful first.
+# Everything that is claimed about native I/O on a GPU, measured on a machine with one, most doubtful first.
 #     OUT=results bash tests/gpu/hydration_run.sh KIT [shape] [limits] [compare] [cold] [capture] [tests]
 # KIT: the folder that hydration_kit.sh filled. Without phases: all of them, in this order.
 #   shape    which threads, slices and ways reach the link from tmpfs and from a hot page cache, 8 GB     about 100 s
@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../.."
 kit=${1:?the folder with the wheels}; shift
 phases=${*:-shape limits compare cold capture tests}
 out=${OUT:-results}; mkdir -p "$out"
-disk=${DISK:-/var/tmp}/coldsnap-qualify; shm=/dev/shm/coldsnap-qualify
+bytes=${BYTES:-8GB}; disk=${DISK:-/var/tmp}/coldsnap-qualify; shm=/dev/shm/coldsnap-qualify
 work=$(mktemp -d); mkdir -p "$disk" "$shm"
 trap 'rm -rf "$work" "$disk" "$shm"' EXIT
 began=$SECONDS
@@ -34,28 +34,28 @@ for phase in $phases; do
   case $phase in
   shape)
     # One number first: what the library does when nobody chooses anything.
-    hydration default --bytes 8GB --directory $shm --directory $disk --caches hot --backends auto --verifications none,crc32 \
+    hydration default --bytes $bytes --directory $shm --directory $disk --caches hot --backends auto --verifications none,crc32 \
       --chunks 64MiB --depths 4 --skip-host
     for place in $shm $disk; do
-      hydration "shape_${place//\//_}" --bytes 8GB --directory $place --caches hot --backends buffered --verifications none --skip-host \
+      hydration "shape_${place//\//_}" --bytes $bytes --directory $place --caches hot --backends buffered --verifications none --skip-host \
         --accesses read,map --chunks 64MiB --depths 16 --slices 256KiB,512KiB,1MiB,2MiB,4MiB,16MiB --threads 8,12,16,24,32 \
         --repeat 2 --shown 14
-      hydration "register_${place//\//_}" --bytes 8GB --directory $place --caches hot --backends buffered --verifications none --skip-host \
+      hydration "register_${place//\//_}" --bytes $bytes --directory $place --caches hot --backends buffered --verifications none --skip-host \
         --accesses register --chunks 256MiB --depths 64 --slices 8MiB,32MiB,128MiB --threads 4,8,16 --repeat 2 --shown 4
     done ;;
   limits)
-    for bytes in 8GB 16GB; do
-      hydration "limits_$bytes" --bytes $bytes --directory $shm --directory $disk --caches hot --backends auto,direct --skip-host \
+    for amount in $bytes ${BYTES2:-16GB}; do
+      hydration "limits_$amount" --bytes $amount --directory $shm --directory $disk --caches hot --backends auto,direct --skip-host \
         --chunks ${CHUNKS:-64MiB} --depths ${DEPTHS:-4} --slices ${SLICES:-0} --threads ${THREADS:-0} --repeat 5
     done ;;
   compare)
-    hydration compare --bytes 8GB --directory $shm --directory $disk --caches hot --backends auto --verifications none --skip-host \
+    hydration compare --bytes $bytes --directory $shm --directory $disk --caches hot --backends auto --verifications none --skip-host \
       --chunks ${CHUNKS:-64MiB} --depths ${DEPTHS:-4} --slices ${SLICES:-0} --threads ${THREADS:-0} --compare ;;
   cold)
-    hydration cold --bytes 2GB --cold-bytes 2GB --directory $disk --caches cold --backends auto,direct --verifications none --skip-host \
+    hydration cold --bytes ${COLD:-2GB} --cold-bytes ${COLD:-2GB} --directory $disk --caches cold --backends auto,direct --verifications none --skip-host \
       --chunks 1MiB,4MiB,64MiB --depths 4,16 --repeat 2 ;;
   capture)
-    timeout 150 python3 examples/qualify_capture.py --library "$library" --device 0 --bytes 4GB --directory $disk --directory $shm \
+    timeout 150 python3 examples/qualify_capture.py --library "$library" --device 0 --bytes ${CAPTURE:-4GB} --directory $disk --directory $shm \
       --chunks 64MiB --depths 4,16 --backends auto,buffered --repeat 2 --json "$out/capture.json" 2> "$out/capture.log" \
       || { echo "capture: status $?"; tail -8 "$out/capture.log"; } ;;
   tests)

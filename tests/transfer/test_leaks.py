@@ -84,7 +84,7 @@ def test_a_transfer_uses_no_more_memory_than_the_ring_and_64_mib(library, tmp_pa
     script = f"""
         import os, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from conftest import ShimMemory
+        from native_build import ShimMemory
         from coldsnap.transfer.backend import FileExtent, Tuning
         from coldsnap.transfer.hydrate import hydrate
         from coldsnap.transfer.native import NativeLibrary, view_of

@@ -12,11 +12,11 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_build import ROOT
 
 from coldsnap.errors import NativeError
 from coldsnap.transfer import native
 from coldsnap.transfer.native import NativeLibrary
-from conftest import ROOT
 
 HEADER = ROOT / "csrc" / "include" / "coldsnap_io.h"
 

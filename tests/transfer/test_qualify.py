@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from native_build import ROOT
 
 from coldsnap import Policy
-from conftest import ROOT
 
 
 def run(script, built, *arguments, driver=False):

@@ -204,3 +204,34 @@ def test_auto_falls_back_from_a_refused_direct_open_and_explicit_direct_does_not
     assert auto == ["buffered", "direct-open-fallback", errno.EINVAL]
     assert explicit[0] == "NativeError"
     assert "refuses to open the file for direct transfers" in explicit[1]
+
+
+RESIDENCY = """
+    import os
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    os.pread(fd, 1 << 20, 0)
+    results = []
+    for error in (0, {enosys}, {eperm}):
+        plan("cachestat", 0, 100000 if error else 0, error)
+        _, receipt = delivered(path, WHOLE, content(SIZE), memory, library, "auto", Tuning(slice_bytes=1 << 20))
+        results.append([[one.file_offset >> 20, one.length >> 20, one.backend, one.reason] for one in receipt.ranges])
+    print(json.dumps(results))
+"""
+
+
+def test_kernels_without_cachestat_are_asked_with_mincore_and_refusals_count_as_unknown(built, tmp_path):
+    from test_transfer_faults import SIZE as SMALL_SIZE
+    from test_transfer_faults import with_faults
+
+    path = tmp_path / "pack"
+    path.write_bytes(content(SMALL_SIZE))
+
+    by_cachestat, by_mincore, unknown = with_faults(
+        RESIDENCY.format(enosys=errno.ENOSYS, eperm=errno.EPERM), built, path, access="auto"
+    )
+
+    assert by_cachestat == by_mincore == [[0, 1, "buffered", "resident"], [1, 1, "direct", "not-resident"]]
+    assert unknown == [[0, 2, "direct", "residency-unknown"]]

@@ -33,7 +33,7 @@ PRELUDE = """
     sys.path.insert(0, {tests!r})
     from layouts import Layout, content
     from test_equality import delivered
-    from conftest import ShimMemory
+    from native_build import ShimMemory
     from coldsnap.errors import ColdSnapError
     from coldsnap.transfer.backend import Tuning
     from coldsnap.transfer.capture import capture, packed
