@@ -296,8 +296,9 @@ def settle(session: Session, step: SettleWorkload) -> Receipt:
 
 
 def hand_over(session: Session, step: HandOver) -> Receipt:
-    """Give the engine to the caller."""
+    """Open the engine to everybody, and give it to the caller."""
     keeper = session.living
+    session.ranks.resume()
     keeper.end()
     session.keeper = None
     session.report.engine = handle = Handle(keeper)

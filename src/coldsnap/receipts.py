@@ -184,7 +184,7 @@ class Timeline:
         return figure
 
 
-@define(kw_only=True)
+@define(kw_only=True, repr=False)
 class Report:
     """What ``execute`` returns, and what a StepError carries.
 
@@ -250,6 +250,9 @@ class Report:
             "spans": [asdict(span) for span in self.timeline.spans],
         }
         return json.dumps(data, indent=2)
+
+    def __repr__(self) -> str:
+        return f"<Report of a {self.operation}: {self.state} in {self.timeline.seconds:.2f} s>"
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         rows = []

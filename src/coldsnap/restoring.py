@@ -117,7 +117,7 @@ def stage(session: Session, step: StageCapsule) -> Receipt:
     return Receipt(
         step=step.id,
         requested=f"{step.address}:{step.port}",
-        effective="ports as captured" if not moved else f"{len(moved)} ports moved",
+        effective=f"{len(moved)} port{'s' * (len(moved) > 1)} moved" if moved else "ports as captured",
         reason=", ".join(f"{old} to {new}" for old, new in list(moved.items())[:4]),
         bytes=staged.volatile.data_bytes,
     )
@@ -136,13 +136,13 @@ def thaw(session: Session, step: ThawTree) -> Receipt:
 
 
 def reconnect(session: Session, step: Reconnect) -> Receipt:
-    """Give every rank its new incarnation, then let the front end take work again."""
+    """Give every rank its new incarnation; the front end then takes the acceptance request, and nobody else's yet."""
     directive = read_directive(Path(session.living.rank_dir) / "directive.json")
     session.ranks.require(session.spec.roles(gpu=session.gpu))
     adopted = session.ranks.adopt(
         incarnation=directive.incarnation, reseed=not session.spec.user_seeded, timeout_s=step.timeout_s
     )
-    session.ranks.resume(timeout_s=step.timeout_s)
+    session.ranks.admit(session.key, timeout_s=step.timeout_s)
     return Receipt(step=step.id, effective=f"{len(adopted)} ranks", reason=f"incarnation {directive.incarnation[:8]}")
 
 
@@ -153,7 +153,7 @@ def compare_answer(session: Session, step: CompareAnswer) -> Receipt:
     session.ranks.reset_prefix_cache()
     asked_ns = session.report.timeline.now_ns()
     question = Question(prompt=captured.prompt, max_tokens=captured.max_tokens)
-    answer = session.spec.ask(session.endpoint, question, timeout_s=step.timeout_s)
+    answer = session.spec.ask(session.endpoint, question, timeout_s=step.timeout_s, request_id=session.key)
     compare(Answer(token_ids=captured.token_ids, text=captured.text), answer)
     session.report.answer_s = asked_ns / 1e9 + answer.first_token_s
     return Receipt(

@@ -6,6 +6,7 @@ the one that keeps the workload alive.
 
 from __future__ import annotations
 
+import secrets
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -44,6 +45,7 @@ class Session:
         keeper: The keeper, while an operation of this execution is in flight there.
         keeper_pid: Its pid as this process sees it, also after the hand-over; for fault points.
         interrupted: Whether the caller does not want to wait any more.
+        key: Lets the acceptance request of a restore in, before the engine is open to others.
     """
 
     plan: Plan
@@ -65,6 +67,7 @@ class Session:
     staged: StagedTree | None = None
     thawed: ThawedTree | None = None
     cuda: CudaHelper | None = None
+    key: str = field(factory=lambda: secrets.token_hex(16))
     stack: ExitStack = field(factory=ExitStack)
 
     def need(self, value: T | None, what: str) -> T:

@@ -217,7 +217,7 @@ class DumpTree(_Base):
 class ResumeEngine(_Base):
     """Let a workload that is kept take work again, while its artifact is still being sealed."""
 
-    phase: ClassVar[Phase] = "SETTLE"
+    phase: ClassVar[Phase] = "DUMP"
 
 
 @frozen(kw_only=True)

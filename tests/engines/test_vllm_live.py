@@ -38,8 +38,8 @@ class Server:
         self.spec, self.keeper, self.endpoint = spec, keeper, endpoint
         self.ranks = Ranks(keeper.rank_dir)
 
-    def ask(self):
-        return self.spec.ask(self.endpoint, QUESTION, timeout_s=60)
+    def ask(self, **more):
+        return self.spec.ask(self.endpoint, QUESTION, timeout_s=60, **more)
 
     def stream(self, **body):
         body = {"model": "tiny", "prompt": "the", "ignore_eos": True, "return_token_ids": True, "stream": True, **body}
@@ -145,6 +145,19 @@ def test_a_quiesce_waits_for_the_stream_and_holds_what_comes_later(server):
     late.join(120)
     assert late.tokens == first.tokens
     compare(answer, server.ask())
+
+
+def test_only_the_request_with_the_key_passes_an_admitted_engine(server):
+    answer = server.ask()
+    server.ranks.quiesce(timeout_s=60)
+    server.ranks.admit("k" * 32)
+    stranger = Long(server)
+    until(lambda: server.ranks.status()["held"])
+    compare(answer, server.ask(request_id="k" * 32))
+    assert not stranger.begun.is_set()
+    server.ranks.resume()
+    stranger.join(60)
+    assert len(stranger.tokens) == 400
 
 
 def test_a_quiesce_that_takes_too_long_leaves_the_engine_serving(server):

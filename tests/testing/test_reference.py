@@ -96,6 +96,19 @@ def test_a_quiesce_waits_for_the_stream_and_holds_what_comes_later(running):
     compare(answer, running.spec.ask(running.endpoint, QUESTION, timeout_s=10))
 
 
+def test_only_the_request_with_the_key_passes_an_admitted_engine(running):
+    answer = running.spec.ask(running.endpoint, QUESTION, timeout_s=10)
+    running.ranks.quiesce(timeout_s=30)
+    running.ranks.admit("k" * 32)
+    stranger = Stream(running, delay_s=0)
+    until(lambda: running.ranks.status()["held"])
+    compare(answer, running.spec.ask(running.endpoint, QUESTION, timeout_s=10, request_id="k" * 32))
+    assert not stranger.begun.is_set()
+    running.ranks.resume()
+    stranger.join(10)
+    assert len(stranger.tokens) == 20
+
+
 def test_a_quiesce_that_takes_too_long_leaves_the_engine_serving(running):
     first = Stream(running, tokens=50)
     assert first.begun.wait(10)

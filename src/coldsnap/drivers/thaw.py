@@ -193,8 +193,8 @@ def _await_pids(proc_fd: int, pids: Iterable[int]) -> None:
     while taken := [pid for pid in pids if _exists(proc_fd, pid)]:
         if time.monotonic() > deadline:
             raise AdmissionError(
-                f"captured pids are taken by other processes: {', '.join(map(str, taken[:8]))}; end them, or restore "
-                'with process.namespace = "private", where every captured pid is free'
+                f"captured pids are taken by other processes: {', '.join(map(str, taken[:8]))}; end them, or capture "
+                'anew with process.namespace = "private", where every captured pid is free'
             )
         time.sleep(POLL_S)
 

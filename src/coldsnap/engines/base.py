@@ -114,7 +114,7 @@ class Engine(Protocol):
     def roles(self, *, gpu: bool) -> Mapping[str, int]:
         """Return how many ranks of each role listen once the engine is ready."""
 
-    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float) -> Answer:
+    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float, request_id: str = "") -> Answer:
         """Put a question to the running engine.
 
         Raises:

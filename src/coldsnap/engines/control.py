@@ -127,6 +127,15 @@ class Ranks:
         self._front("quiesce", timeout_s=timeout_s + _MARGIN_S, drain_timeout_s=timeout_s)
         return time.monotonic() - start
 
+    def admit(self, key: str, *, timeout_s: float = 30.0) -> None:
+        """Let a quiesced engine run for requests with ``key`` in their id alone; all others wait at the door.
+
+        Raises:
+            EngineError: It cannot.
+            StepTimeout: It did not answer.
+        """
+        self._front("admit", timeout_s=timeout_s, key=key)
+
     def resume(self, *, timeout_s: float = 30.0) -> None:
         """Let the engine accept work again; harmless when it does.
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from coldsnap.errors import EngineError
@@ -105,7 +106,12 @@ def _read_to_end(sock: socket.socket | None) -> None:
 
 
 def stream(
-    endpoint: Endpoint, path: str, body: Mapping[str, Any], *, timeout_s: float
+    endpoint: Endpoint,
+    path: str,
+    body: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[float, Mapping[str, Any]]]:
     """Post a request whose answer is a stream of server-sent events.
 
@@ -114,6 +120,7 @@ def stream(
         path: Of the request.
         body: Sent as JSON.
         timeout_s: For the whole exchange, s.
+        headers: Further headers.
 
     Yields:
         Each event, with the seconds since the request was sent.
@@ -127,8 +134,8 @@ def stream(
         try:
             connection.connect()
             sock = connection.sock
-            headers = {"Content-Type": "application/json", "Connection": "close"}
-            connection.request("POST", path, json.dumps(body), headers)
+            sent = {**headers, "Content-Type": "application/json", "Connection": "close"}
+            connection.request("POST", path, json.dumps(body), sent)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 detail = response.read(2000).decode(errors="replace")

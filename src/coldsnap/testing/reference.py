@@ -120,10 +120,10 @@ class ReferenceEngine:
         """Return how many ranks of each role listen once it is ready."""
         return {"api": 1, "worker": 1}
 
-    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float) -> Answer:
+    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float, request_id: str = "") -> Answer:
         """Put a question to the running server.
 
         Raises:
             EngineError: It refused, broke off or took too long.
         """
-        return acceptance.ask(endpoint, question, model=self.served_model, timeout_s=timeout_s)
+        return acceptance.ask(endpoint, question, model=self.served_model, timeout_s=timeout_s, request_id=request_id)

@@ -40,14 +40,15 @@ class FrontEnd:
         self._closed = False
         self._unfinished = 0
         self._held = 0
+        self._key = ""
         self._turns = 0
         self._one_at_a_time = threading.Lock()
         self._read = 0
         self._cache: dict[str, int] = {}
 
-    def complete(self, request: Mapping[str, Any]) -> Iterator[int]:
+    def complete(self, request: Mapping[str, Any], request_id: str) -> Iterator[int]:
         """Yield the tokens that answer a request, once the door is open."""
-        self._enter()
+        self._enter(request_id)
         try:
             with self._one_at_a_time:
                 self._cache[request["prompt"]] = self._cache.get(request["prompt"], 0) + 1
@@ -81,10 +82,10 @@ class FrontEnd:
             return self.pair.recv(64) == b"ping"
         return True
 
-    def _enter(self) -> None:
+    def _enter(self, request_id: str) -> None:
         with self._door:
             self._held += 1
-            self._door.wait_for(lambda: not self._closed)
+            self._door.wait_for(lambda: not self._closed or bool(self._key and self._key in request_id))
             self._held -= 1
             self._unfinished += 1
 
@@ -97,6 +98,7 @@ class FrontEnd:
         """Return the operations of the rank that owns the front end."""
         return {
             "quiesce": self._quiesce,
+            "admit": self._admit,
             "resume": self._resume,
             "reset_prefix_cache": self._reset_prefix_cache,
             "status": lambda _: self._status(),
@@ -122,13 +124,19 @@ class FrontEnd:
                 raise Busy(f"{self._unfinished} requests still ran after {timeout_s:g} s; the engine serves on")
             return self._status()
 
+    def _admit(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        with self._door:
+            self._key = str(request["key"])
+            self._door.notify_all()
+            return self._status()
+
     def _resume(self, _request: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._door:
             self._open()
             return self._status()
 
     def _open(self) -> None:
-        self._closed = False
+        self._closed, self._key = False, ""
         self._turns += 1
         self._door.notify_all()
 
@@ -170,7 +178,8 @@ class Handler(BaseHTTPRequestHandler):
                 "max_tokens": int(body.get("max_tokens", 16)),
                 "temperature": float(body.get("temperature", 1.0)),
                 "delay_s": float(body.get("delay_s", 0.0)),
-            }
+            },
+            self.headers.get("X-Request-Id", ""),
         )
         if body.get("stream"):
             self._stream(tokens)

@@ -225,13 +225,13 @@ class VLLM:
         inside = gpu and self.world_size == 1 and executor != "mp"
         return {"api": 1, "engine": 1} | ({} if inside else {"worker": self.world_size})
 
-    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float) -> Answer:
+    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float, request_id: str = "") -> Answer:
         """Put a question to the running server.
 
         Raises:
             EngineError: It refused, broke off or took too long.
         """
-        return acceptance.ask(endpoint, question, model=self.served_model, timeout_s=timeout_s)
+        return acceptance.ask(endpoint, question, model=self.served_model, timeout_s=timeout_s, request_id=request_id)
 
     def _size(self, *names: str) -> int:
         value = arguments.last_value(self.args, *names, default="1")

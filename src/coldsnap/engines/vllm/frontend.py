@@ -33,6 +33,7 @@ class FrontEnd:
         self._open.set()
         self._entering = 0  # past the door, not yet counted by the engine
         self._held = 0
+        self._key = ""  # lets one request through the closed door: the acceptance request of a restore
         self._turns = 0  # how often the door was opened; a quiesce that sees it change was overtaken
 
     def attach(self, engine: Any) -> None:
@@ -41,10 +42,10 @@ class FrontEnd:
         self._loop = asyncio.get_running_loop()
         add_request = engine.add_request
 
-        async def through_the_door(*args: Any, **kwargs: Any) -> Any:
-            await self._pass()
+        async def through_the_door(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            await self._pass(request_id)
             try:
-                return await add_request(*args, **kwargs)
+                return await add_request(request_id, *args, **kwargs)
             finally:
                 self._entering -= 1
 
@@ -54,13 +55,14 @@ class FrontEnd:
         """Return the operations of the rank that owns the front end."""
         return {
             "quiesce": lambda request: self._run(self._quiesce(_seconds(request)), _seconds(request) + _ANSWER_S),
+            "admit": lambda request: self._run(self._admit(_key(request)), _ANSWER_S),
             "resume": lambda _: self._run(self._resume(), _ANSWER_S),
             "reset_prefix_cache": lambda _: self._run(self._reset_prefix_cache(), _ANSWER_S),
             "status": lambda _: self._run(self._status(), _ANSWER_S),
         }
 
-    async def _pass(self) -> None:
-        while not self._open.is_set():
+    async def _pass(self, request_id: str) -> None:
+        while not self._open.is_set() and not (self._key and self._key in request_id):
             self._held += 1
             try:
                 await self._open.wait()
@@ -118,9 +120,16 @@ class FrontEnd:
         if self._unfinished() or not await self._engine.is_paused():
             raise Busy("requests were found in an engine that had said it is idle")
 
+    async def _admit(self, key: str) -> Mapping[str, Any]:
+        """Let the engine run, for requests with this key in their id; the door stays closed for all others."""
+        self._key = key
+        await self._engine.resume_generation()
+        return await self._status()
+
     async def _resume(self) -> Mapping[str, Any]:
         await self._engine.resume_generation()
         self._turns += 1
+        self._key = ""
         self._open.set()
         return await self._status()
 
@@ -135,3 +144,10 @@ def _seconds(request: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
         raise Busy(f"expected drain_timeout_s between 0 and 86400, found {value!r}")
     return float(value)
+
+
+def _key(request: Mapping[str, Any]) -> str:
+    key = request.get("key")
+    if not isinstance(key, str) or len(key) < 16:
+        raise Busy("expected a key of at least 16 characters")
+    return key
