@@ -87,31 +87,38 @@ def timed(action: Callable[[], object], repeat: int, before: Callable[[], object
     return seconds
 
 
-def make_safetensors(path: Path, size_bytes: int, *, seed: int = 0) -> list[tuple[str, int, int]]:
+def make_safetensors(path: Path, size_bytes: int, *, reuse: bool = False) -> list[tuple[str, int, int]]:
     """Write random tensors of bfloat16; return ``(name, offset, length)`` of each.
 
     The blocks are one random block and a number, so that making them is not what one waits for.
+
+    Args:
+        path: The file.
+        size_bytes: Bytes of all tensors.
+        reuse: Keep a file that has the right size.
     """
-    lengths = [TENSOR_BYTES] * (size_bytes // TENSOR_BYTES) + (
-        [size_bytes % TENSOR_BYTES] * bool(size_bytes % TENSOR_BYTES)
-    )
+    lengths = [min(TENSOR_BYTES, size_bytes - at) for at in range(0, size_bytes, TENSOR_BYTES)]
     header: dict[str, Any] = {}
-    at = 0
     for index, length in enumerate(lengths):
-        header[f"layer.{index}"] = {"dtype": "BF16", "shape": [length // 2], "data_offsets": [at, at + length]}
-        at += length
+        start = TENSOR_BYTES * index
+        header[f"layer.{index}"] = {"dtype": "BF16", "shape": [length // 2], "data_offsets": [start, start + length]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 4096)
+    if not (reuse and path.exists() and path.stat().st_size == 8 + len(text) + size_bytes):
+        _write_blocks(path, struct.pack("<Q", len(text)) + text, lengths)
+    return [(f"layer.{i}", 8 + len(text) + TENSOR_BYTES * i, length) for i, length in enumerate(lengths)]
+
+
+def _write_blocks(path: Path, head: bytes, lengths: list[int]) -> None:
     block = bytearray(os.urandom(TENSOR_BYTES))
     with path.open("wb", buffering=0) as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.write(head)
         for index, length in enumerate(lengths):
-            block[:8] = struct.pack("<II", seed, index)
+            block[:8] = struct.pack("<Q", index)
             left = memoryview(block)[:length]
             while left:
                 left = left[stream.write(left) :]
         os.fsync(stream.fileno())
-    return [(f"layer.{i}", 8 + len(text) + TENSOR_BYTES * i, length) for i, length in enumerate(lengths)]
 
 
 def evict(path: Path) -> None:

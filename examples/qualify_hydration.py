@@ -29,19 +29,17 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from coldsnap import Policy
 from coldsnap.errors import ColdSnapError
 from coldsnap.host.mounts import filesystem_of
-from coldsnap.policy import IO
 from coldsnap.transfer.backend import BackendName, FileExtent, Tuning
 from coldsnap.transfer.hydrate import hydrate, opened
 from coldsnap.transfer.memory import HostMemory, MemoryProvider, Region
 from coldsnap.transfer.native import NativeLibrary
+from hydration_report import calibrated, checks, plot, report  # type: ignore[import-not-found]  # beside this script
 from measured import (  # type: ignore[import-not-found]  # beside this script
     MIB,
     Rate,
     common_arguments,
-    draw,
     evict,
     link_rates,
     machine,
@@ -51,7 +49,6 @@ from measured import (  # type: ignore[import-not-found]  # beside this script
     raw_direct_rate,
     shown,
     size,
-    table,
     timed,
     warm,
 )
@@ -64,7 +61,8 @@ class Place:
         self, directory: Path, options: argparse.Namespace, library: NativeLibrary, memory: MemoryProvider
     ) -> None:
         self.path = directory / "coldsnap-qualify.safetensors"
-        self.tensors = make_safetensors(self.path, options.bytes)
+        self.tensors = make_safetensors(self.path, options.bytes, reuse=options.keep)
+        self.options = options
         self.filesystem = filesystem_of(self.path)
         self.library, self.memory = library, memory
         self.region: Region = memory.allocate(options.bytes, tag="weights")
@@ -75,8 +73,10 @@ class Place:
         address = self.region.address
         with self.path.open("rb") as stream:
             for _, offset, length in self.tensors:
-                stream.seek(offset)
-                crc = self.library.crc32(memoryview(bytearray(stream.read(length))))
+                crc = None
+                if "crc32" in self.options.verifications:
+                    stream.seek(offset)
+                    crc = self.library.crc32(memoryview(bytearray(stream.read(length))))
                 found.append(FileExtent(file_offset=offset, address=address, length=length, crc32=crc))
                 address += length
         return found
@@ -109,9 +109,10 @@ class Place:
                     raise SystemExit(f"{self.path}: other bytes arrived than the file has")
 
     def close(self) -> None:
-        """Remove the file and give the memory back."""
+        """Give the memory back and remove the file, unless it is to be kept."""
         self.memory.release([self.region])
-        self.path.unlink()
+        if not self.options.keep:
+            self.path.unlink()
 
 
 def settings(options: argparse.Namespace) -> Iterator[tuple[BackendName, Tuning]]:
@@ -243,31 +244,6 @@ def host_ratio(place: Place, library: NativeLibrary, options: argparse.Namespace
     return {"ratio": rate.best / limit, "hydrate": asdict(rate), "memcpy": limit, "threads": threads}
 
 
-def best_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
-    """Return the fastest row with these values."""
-    fitting = [row for row in rows if "best" in row and all(row[name] == value for name, value in wanted.items())]
-    return max(fitting, key=lambda row: row["median"], default=None)
-
-
-def checks(place: dict[str, Any], limit: float) -> dict[str, Any]:
-    """Say how the figures stand against their limits and rivals."""
-    result: dict[str, Any] = {}
-    hot, verified = (
-        best_of(place["rows"], cache="hot", verification="none"),
-        best_of(place["rows"], cache="hot", verification="crc32"),
-    )
-    cold = best_of(place["rows"], cache="cold", verification="none")
-    if hot and verified:
-        result |= {"hot": hot["best"], "hot_of_limit": hot["best"] / limit, "hot_crc32": verified["best"]}
-    if cold and place["raw_direct"]:
-        result |= {"cold": cold["best"], "cold_of_raw": cold["best"] / place["raw_direct"]["best"]}
-    rivals = [row for row in place["rivals"] if row["cache"] == "hot" and "best" in row]
-    if hot and rivals:
-        fastest = max(rivals, key=lambda row: row["best"])
-        result |= {"fastest_rival": fastest["rival"], "over_fastest_rival": hot["best"] / fastest["best"]}
-    return result
-
-
 def qualify(
     directory: Path, library: NativeLibrary, memory: MemoryProvider, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -300,56 +276,6 @@ def qualify(
         place.close()
 
 
-def calibrated(places: list[dict[str, Any]]) -> Policy | None:
-    """Return the fastest setting as a policy: cold where a disk was measured, since hot ones differ less."""
-    rows = [row for place in places for row in place["rows"] if row["backend"] in ("auto", "direct", "buffered")]
-    chosen = best_of(rows, cache="cold", verification="crc32") or best_of(rows, cache="hot", verification="crc32")
-    if chosen is None:
-        return None
-    return Policy(
-        io=IO(
-            hydration_backend=chosen["backend"],
-            chunk_bytes=chosen["chunk_bytes"],
-            queue_depth=chosen["queue_depth"],
-        )
-    )
-
-
-TITLES = ["cache", "backend", "access", "chunk", "depth", "threads", "slice", "verified", "best", "median"]
-
-
-def _cells(row: dict[str, Any]) -> list[object]:
-    chunk, slice_bytes = shown(row["chunk_bytes"]), shown(row["used_slice_bytes"])
-    how = [
-        row["cache"],
-        row["backend"],
-        row["used_access"],
-        chunk,
-        row["queue_depth"],
-        row["used_threads"],
-        slice_bytes,
-    ]
-    return [*how, row["verification"], row["best"], row["median"]]
-
-
-def report(result: dict[str, Any]) -> str:
-    """Write the table."""
-    lines = [f"limits, GB/s: {', '.join(f'{name} {rate:.1f}' for name, rate in result['limits'].items())}"]
-    for place in result["places"]:
-        lines += ["", f"{place['directory']} ({place['filesystem']})"]
-        ordered = sorted((row for row in place["rows"] if "best" in row), key=lambda row: -row["best"])
-        lines.append(table([_cells(row) for row in ordered[: result["shown"]]], TITLES))
-        absent = {row["backend"]: row["unavailable"] for row in place["rows"] if "unavailable" in row}
-        lines += [f"{backend}: {why}" for backend, why in absent.items()]
-        rivals = [[row["cache"], row["rival"], row.get("best", row.get("failed"))] for row in place["rivals"]]
-        lines += [table(rivals, ["cache", "rival", "best"])] if rivals else []
-        found = place["checks"].items()
-        lines += [f"{name}: {value:.2f}" if isinstance(value, float) else f"{name}: {value}" for name, value in found]
-    if result["host_ratio"] is not None:
-        lines += ["", f"host_ratio: {result['host_ratio']:.2f}"]
-    return "\n".join(lines)
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -361,6 +287,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--verifications", type=words, default=["none", "crc32"])
     parser.add_argument("--cold-bytes", type=size, default=512 * MIB, help="how much to move with a cold cache")
     parser.add_argument("--compare", action="store_true", help="run the other loaders, too; needs a device")
+    parser.add_argument("--keep", action="store_true", help="keep the file, and use one of the right size again")
     parser.add_argument("--skip-host", action="store_true", help="leave host_ratio out")
     parser.add_argument("--shown", type=int, default=12, help="rows of the table")
     options = parser.parse_args(argv)
@@ -400,20 +327,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ratios = [place["host"]["ratio"] for place in result["places"] if place["host"]]
     result["host_ratio"] = min(ratios, default=None)
     return result
-
-
-def plot(path: Path, result: dict[str, Any]) -> None:
-    """Draw every unverified rate, and the rivals'."""
-    series = []
-    for place in result["places"]:
-        for row in place["rows"]:
-            if "best" in row and row["verification"] == "none":
-                setting = f"{shown(row['chunk_bytes'])}x{row['queue_depth']}"
-                words = (place["filesystem"], row["cache"], row["backend"], row["used_access"], setting)
-                series.append((" ".join(words), row["best"]))
-        rivals = [row for row in place["rivals"] if "best" in row]
-        series += [(f"{place['filesystem']} {row['cache']} {row['rival']}", row["best"]) for row in rivals]
-    draw(path, "hydration", series, result["limits"].items())
 
 
 def comparison_lacks(options: argparse.Namespace) -> list[str]:

@@ -26,7 +26,7 @@ cmake -S csrc -B "$work/build" > "$out/build.log" 2>&1 && cmake --build "$work/b
 export PYTHONPATH="$work/site:src" PYTHONUNBUFFERED=1
 library=$work/build/libcoldsnap_io.so
 hydration() { local name=$1; shift
-  timeout "${LIMIT:-150}" python3 examples/qualify_hydration.py --library "$library" --device 0 --json "$out/$name.json" "$@" 2> "$out/$name.log" \
+  timeout "${LIMIT:-150}" python3 examples/qualify_hydration.py --library "$library" --device 0 --keep --json "$out/$name.json" "$@" 2> "$out/$name.log" \
     || { echo "$name: status $?"; tail -8 "$out/$name.log"; }; }
 
 for phase in $phases; do

@@ -220,7 +220,7 @@ class HydrationReceipt(_Receipt):
     Attributes:
         verified_extents: Extents whose digests were compared.
         edge_bytes: Bytes of unaligned edges, which direct transfers read through the page cache.
-        access: How buffered ranges left the page cache: read, map or register.
+        access: How buffered ranges left the page cache: read, map or register; empty when there were none.
         ranges: Stretches of the file and how each went, in file order; the first :data:`RANGES_KEPT`.
         range_count: How many there were.
     """

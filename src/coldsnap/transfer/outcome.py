@@ -62,7 +62,7 @@ def hydration_receipt(job: HydrationJob, result: Result, ranges: Sequence[Any]) 
         times=_times(result),
         verified_extents=result.verified_extents,
         edge_bytes=result.edge_bytes,
-        access=ACCESSES[result.access],
+        access=ACCESSES[result.access] if result.buffered_bytes else "",
         ranges=tuple(
             FileRange(
                 file_offset=one.file_offset,
