@@ -325,7 +325,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     limit = result["limits"]["memcpy" if options.device is None else "host_to_device"]
     for place in result["places"]:
         place["checks"] = checks(place, limit)
-    # A memory filesystem has 4 KiB pages unless its owner says otherwise, and gives them more slowly than memcpy copies.
+    # A memory filesystem has 4 KiB pages unless told otherwise; the kernel gives them more slowly than memcpy copies.
     on_disk = [place for place in result["places"] if place["kind"] != "memory"] or result["places"]
     ratios = [place["host"]["ratio"] for place in on_disk if place["host"]]
     result["host_ratio"] = min(ratios, default=None)

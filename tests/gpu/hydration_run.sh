@@ -12,10 +12,11 @@ set -u
 cd "$(dirname "$0")/../.."
 kit=${1:?the folder with the wheels}; shift
 phases=${*:-shape limits compare cold capture tests}
-out=${OUT:-results}; mkdir -p "$out"
+results=${OUT:-results}; mkdir -p "$results"
 bytes=${BYTES:-8GB}; disk=${DISK:-/var/tmp}/coldsnap-qualify; shm=/dev/shm/coldsnap-qualify
-work=$(mktemp -d); mkdir -p "$disk" "$shm"
-trap 'rm -rf "$work" "$disk" "$shm"' EXIT
+work=$(mktemp -d); out=$work/out; mkdir -p "$disk" "$shm" "$out"
+# One file comes back, whatever ran.
+trap 'tar -C "$work" -czf "$results/hydration_${phases// /_}.tar.gz" out; rm -rf "$work" "$disk" "$shm"' EXIT
 began=$SECONDS
 say() { printf '\n== %s (%d s)\n' "$*" $((SECONDS - began)); }
 
