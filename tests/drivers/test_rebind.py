@@ -134,6 +134,25 @@ def test_ports_of_a_connection_that_lives_on_move_on_both_ends():
             assert len(set(chosen.ports.values())) == 2
 
 
+def test_ports_of_a_connection_that_has_just_ended_move_on_both_ends():
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    accepted, _ = server.accept()
+    here, there = client.getsockname(), client.getpeername()
+    with Reservation() as held:
+        for each in (client, accepted, server):
+            each.close()
+        pair = [connection(1, here, there), connection(2, there, here)]
+        fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        living = read_tcp(fd, os.getpid())
+        os.close(fd)
+        assert any(each.ends in {(here, there), (there, here)} for each in living)  # in TIME_WAIT
+
+        mapping = choose_ports(pair, living, None, held)
+
+    assert set(mapping.moved) == {here[1], there[1]}
+
+
 def test_the_port_of_the_api_is_given_or_refused_but_never_replaced():
     holder, taken = taken_port()
     with closing(holder), Reservation() as held:

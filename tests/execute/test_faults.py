@@ -182,7 +182,7 @@ class Matrix:
         if told["all_steps"] != STEPS[case.operation]:
             yield f"the plan has the steps {told['all_steps']}; correct STEPS here"
         if told["unused"]:
-            yield "the fault did not happen"
+            yield f"the fault did not happen: {told}"
         if case.action == "raise" and (told["error"] != "InjectedError" or told["state"] != "failed"):
             yield f"the caller got {told}"
         if case.action == "kill-keeper" and not case.last and told["state"] != "failed":

@@ -32,6 +32,13 @@ def test_one_artifact_comes_back_many_times_each_with_the_captured_answer(lab, c
         assert not report.engine.run_dir.exists()
 
 
+def test_a_restore_may_follow_at_once_on_the_end_of_the_same_tree(lab, artifact, captured):
+    for _ in range(5):
+        report = lab.restore(artifact, port=captured.port)
+        assert ask(report.engine)
+        report.engine.stop(grace_s=0)
+
+
 def test_two_restores_live_side_by_side(lab, artifact):
     first, second = lab.restore(artifact).engine, lab.restore(artifact).engine
 

@@ -144,7 +144,9 @@ def choose_ports(
     """
     sockets = list(sockets)
     wanted = _binds(sockets, rebind)
-    connected = {each.ends for each in living if each.connected}
+    # TIME_WAIT counts: the kernel lets a connection take the place of one that waits only after a second, and a restore
+    # may follow sooner upon the end of the same tree (tcp_twsk_unique in net/ipv4/tcp_ipv4.c).
+    connected = {each.ends for each in living if each.peer_port}
     tied = {each.port for each in sockets if each.connected and connected & {each.ends, each.ends[::-1]}}
     ports: dict[int, int] = {}
     if rebind is not None:
