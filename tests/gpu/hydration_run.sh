@@ -21,7 +21,9 @@ began=$SECONDS
 say() { printf '\n== %s (%d s)\n' "$*" $((SECONDS - began)); }
 
 say build
-python3 -m pip install -q --no-index --no-deps --target "$work/site" "$kit"/*.whl 2>&1 | grep -v WARNING | tail -3
+mkdir "$work/site"
+for wheel in "$kit"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site" || exit 1; done  # an environment may come without pip
+for part in "$work"/site/*.data/*lib; do [ -d "$part" ] && cp -r "$part"/. "$work/site"/; done
 cmake -S csrc -B "$work/build" > "$out/build.log" 2>&1 && cmake --build "$work/build" --parallel "$(nproc)" >> "$out/build.log" 2>&1 \
   || { tail -20 "$out/build.log"; exit 1; }
 export PYTHONPATH="$work/site:src" PYTHONUNBUFFERED=1
