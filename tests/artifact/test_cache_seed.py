@@ -27,7 +27,7 @@ def _cache(tmp_path: Path) -> Path:
 
 def seeded(output: Path, cache: Path) -> Artifact:
     with ArtifactWriter.create(output) as writer:
-        seed = collect_seed(writer, cache, unit="rank0", name="inductor", target="/root/.cache/vllm")
+        seed = collect_seed(writer, cache, unit="rank0", name="inductor", target="/var/cache/coldsnap/inductor")
         writer.directory("capsule/rank0")
         return writer.commit(descriptor(writer.seal("capsule/rank0"), cache_seeds=(seed,)))
 
