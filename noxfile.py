@@ -67,12 +67,19 @@ def engines(session: nox.Session, built: str) -> dict[str, str]:
     return {"COLDSNAP_TEST_CRIU": criu, "COLDSNAP_TEST_VLLM_PYTHON": python}
 
 
+def commands(session: nox.Session, *names: str) -> None:
+    """Provide commands that tests talk to, from the Debian packages of the same names."""
+    if missing := [name for name in names if shutil.which(name) is None]:
+        if shutil.which("apt-get") is None or os.geteuid():
+            session.error(f"the tests need the commands {', '.join(missing)}: install them, or run as root on Debian")
+        session.run("apt-get", "-qq", "update", external=True)
+        session.run("apt-get", "-qq", "install", "-y", "--no-install-recommends", *missing, external=True)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting and types."""
-    session.install(
-        *QUIET, *group("lint"), *group("test"), *PYPROJECT["project"]["dependencies"], "nox", "cuda-bindings>=13.0"
-    )
+    session.install(*QUIET, *group("lint"), *group("test"), *PYPROJECT["project"]["dependencies"], "nox")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
@@ -81,6 +88,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run every test, real CRIU and real engines included. A test that cannot run fails."""
+    commands(session, "docker-registry", "jq")
     built = wheel(session)
     session.install(*QUIET, built, *group("test"))
     session.run("pytest", *session.posargs, env=engines(session, built))
@@ -114,6 +122,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(default=False)
 def full(session: nox.Session) -> None:
     """Run the tests marked slow too, and the longer examples."""
+    commands(session, "docker-registry", "jq")
     built = wheel(session)
     session.install(*QUIET, built, *group("test"))
     env = engines(session, built) | {"COLDSNAP_TEST_FULL": "1"}
