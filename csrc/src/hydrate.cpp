@@ -8,9 +8,9 @@
 namespace coldsnap {
 namespace {
 
-// A slice and its successors should stay in the caches between the copy into the ring and the device's read of it.
-constexpr uint64_t kReadSlice = 1 << 20;
-constexpr uint64_t kDirectSlice = 2 << 20;
+// A slice and its successors should stay in the caches between the copy into the ring and the device's read of it. On an
+// H200 with 16 processors 2 MiB was best or second to best on tmpfs and on a hot page cache (docs/transfer.md).
+constexpr uint64_t kReadSlice = 2 << 20;
 constexpr uint64_t kHostWindow = 32 << 20;  // mapped at a time by all threads together: counts as this process's memory
 constexpr uint64_t kRegisterSlice = 32 << 20;
 constexpr uint64_t kGap = 64 << 10;
@@ -34,9 +34,9 @@ void check_extents(std::span<const coldsnap_io_extent> extents, uint64_t size) {
 uint64_t slice_bytes(const coldsnap_io_options& options, bool host) {
   uint64_t chosen = kReadSlice;
   if (options.access == COLDSNAP_IO_ACCESS_REGISTER) chosen = kRegisterSlice;
-  if (options.backend == COLDSNAP_IO_DIRECT || options.backend == COLDSNAP_IO_GDS) chosen = kDirectSlice;
+  const bool buffered = options.backend != COLDSNAP_IO_DIRECT && options.backend != COLDSNAP_IO_GDS;
   // Into host memory there is no stage, and every unmapping interrupts all processors: the fewer the better.
-  else if (host) chosen = round_down(kHostWindow / (options.threads ? options.threads : usable_processors()));
+  if (host && buffered) chosen = round_down(kHostWindow / (options.threads ? options.threads : usable_processors()));
   return std::min(options.slice_bytes ? options.slice_bytes : std::max(chosen, kReadSlice), options.chunk_bytes);
 }
 
