@@ -20,7 +20,7 @@ LAYERS = [
     ["keeper"],
     ["drivers", "engines"],
     ["admission", "behaviour", "describe", "resolve"],
-    ["runner", "session", "accelerating", "describing", "capturing", "restoring", "execute", "progress"],
+    ["runner", "session", "accelerating", "sealing", "capturing", "restoring", "execute", "progress"],
     ["testing"],
 ]
 # Modules on one line may import one another; drivers and engines never do.

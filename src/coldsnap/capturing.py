@@ -12,13 +12,12 @@ from contextlib import closing
 from coldsnap.accelerating import prepare
 from coldsnap.artifact import ArtifactWriter
 from coldsnap.artifact.durable import COMMITTED
-from coldsnap.describing import CAPSULE, COMMAND, descriptor
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.endpoint import await_ready, log_tail
 from coldsnap.engines.secrets import secret_names
 from coldsnap.engines.settings import inherited_environment
-from coldsnap.engines.specs import EngineRecord, spec_from_text, spec_to_text
+from coldsnap.engines.specs import EngineRecord, spec_from_text
 from coldsnap.errors import AcceptanceError, AdmissionError, EngineError, UnsupportedError
 from coldsnap.host.doctor import problems
 from coldsnap.host.probe import probe
@@ -28,6 +27,7 @@ from coldsnap.keeper.handle import Engine as Handle
 from coldsnap.keeper.rundir import new_name, run_dir_for
 from coldsnap.keeper.undo import CONTINUE, KILL, control, remove
 from coldsnap.receipts import Receipt
+from coldsnap.sealing import CAPSULE, COMMAND
 from coldsnap.session import Session
 from coldsnap.steps import (
     AdmitEngine,
@@ -36,14 +36,12 @@ from coldsnap.steps import (
     AdmitPlacement,
     AttachEngine,
     AwaitReady,
-    CommitArtifact,
     DumpTree,
     HandOver,
     LaunchEngine,
     Quiesce,
     RecordAnswer,
     ResumeEngine,
-    SealArtifact,
     SettleWorkload,
     StopEngine,
 )
@@ -54,7 +52,6 @@ __all__ = [
     "admit_output",
     "admit_placement",
     "attach",
-    "commit",
     "dump",
     "hand_over",
     "launch",
@@ -62,7 +59,6 @@ __all__ = [
     "ready",
     "record_answer",
     "resume",
-    "seal",
     "settle",
     "stop",
 ]
@@ -249,29 +245,6 @@ def dump(session: Session, step: DumpTree) -> Receipt:
         effective=f"{len(dumped.pids)} processes, left {step.leave}",
         bytes=dumped.image_bytes + dumped.volatile_bytes,
         details=dumped.details,
-    )
-
-
-def seal(session: Session, step: SealArtifact) -> Receipt:
-    """Write how the engine was described beside the images, and digest everything."""
-    writer = session.need(session.writer, "an output")
-    record = EngineRecord(
-        spec=spec_to_text(session.spec), environment=session.need(session.environment, "an environment")
-    )
-    path = writer.directory(CAPSULE) / "engine.json"
-    path.write_text(record.to_text())
-    session.sealed = writer.seal(CAPSULE)
-    total = sum(file.bytes for file in session.sealed)
-    return Receipt(step=step.id, effective=f"{len(session.sealed)} files", bytes=total)
-
-
-def commit(session: Session, step: CommitArtifact) -> Receipt:
-    """Make the artifact exist."""
-    writer = session.need(session.writer, "an output")
-    session.artifact = writer.commit(descriptor(session))
-    session.report.artifact = session.artifact.path
-    return Receipt(
-        step=step.id, effective=session.artifact.digest[:19], bytes=sum(session.artifact.size_bytes.values())
     )
 
 

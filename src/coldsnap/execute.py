@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal, Protocol, assert_never
 
-from coldsnap import accelerating, capturing, restoring
+from coldsnap import accelerating, capturing, restoring, sealing
 from coldsnap.plan import Plan
 from coldsnap.receipts import Event, EventSink, Receipt, Report
 from coldsnap.runner import run
@@ -151,9 +151,9 @@ def _act(session: Session, step: Step) -> Receipt:
         case ResumeEngine():
             return capturing.resume(session, step)
         case SealArtifact():
-            return capturing.seal(session, step)
+            return sealing.seal(session, step)
         case CommitArtifact():
-            return capturing.commit(session, step)
+            return sealing.commit(session, step)
         case SettleWorkload():
             return capturing.settle(session, step)
         case StartKeeper():

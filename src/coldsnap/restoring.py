@@ -12,7 +12,6 @@ from coldsnap.accelerating import prepare
 from coldsnap.artifact import Artifact, Target
 from coldsnap.capturing import ENVIRONMENT, SPEC
 from coldsnap.describe import target_engine
-from coldsnap.describing import COMMAND
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Answer, Question, compare
 from coldsnap.engines.environment import environment_still_is
@@ -24,6 +23,7 @@ from coldsnap.keeper.rundir import new_name, run_dir_for
 from coldsnap.keeper.undo import KILL
 from coldsnap.policy import Compatibility
 from coldsnap.receipts import Receipt
+from coldsnap.sealing import COMMAND
 from coldsnap.session import Session
 from coldsnap.steps import AdmitArtifact, CompareAnswer, Reconnect, StageCapsule, StartKeeper, ThawTree, VerifyFiles
 

@@ -1,4 +1,4 @@
-"""The descriptor of a finished capture: what the steps found out, in the words of the format.
+"""The steps that turn a dump into an artifact, and the descriptor: what the capture found out, in the format's words.
 
 The one rule: nothing is found out here; whatever is written was seen by a step of this capture.
 """
@@ -15,16 +15,42 @@ from coldsnap import artifact as format9
 from coldsnap.describe import compatibility_unit, described_engine, short_name
 from coldsnap.drivers import n610, sequence
 from coldsnap.engines.secrets import secret_names
+from coldsnap.engines.specs import EngineRecord, spec_to_text
 from coldsnap.host.contracts import CONTRACTS
 from coldsnap.host.facts import HostFacts
+from coldsnap.receipts import Receipt
 from coldsnap.session import Session
+from coldsnap.steps import CommitArtifact, SealArtifact
 
-__all__ = ["CAPSULE", "COMMAND", "descriptor"]
+__all__ = ["CAPSULE", "COMMAND", "commit", "descriptor", "seal"]
 
 UNIT = "unit-0"
 CAPSULE = f"capsule/{UNIT}"
 COMMAND = "command"
 """The keeper's label with argv, environment and cwd of the engine."""
+
+
+def seal(session: Session, step: SealArtifact) -> Receipt:
+    """Write how the engine was described beside the images, and digest everything."""
+    writer = session.need(session.writer, "an output")
+    record = EngineRecord(
+        spec=spec_to_text(session.spec), environment=session.need(session.environment, "an environment")
+    )
+    path = writer.directory(CAPSULE) / "engine.json"
+    path.write_text(record.to_text())
+    session.sealed = writer.seal(CAPSULE)
+    total = sum(file.bytes for file in session.sealed)
+    return Receipt(step=step.id, effective=f"{len(session.sealed)} files", bytes=total)
+
+
+def commit(session: Session, step: CommitArtifact) -> Receipt:
+    """Make the artifact exist."""
+    writer = session.need(session.writer, "an output")
+    session.artifact = writer.commit(descriptor(session))
+    session.report.artifact = session.artifact.path
+    return Receipt(
+        step=step.id, effective=session.artifact.digest[:19], bytes=sum(session.artifact.size_bytes.values())
+    )
 
 
 def descriptor(session: Session) -> format9.Descriptor:
