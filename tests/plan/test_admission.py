@@ -269,9 +269,11 @@ def test_a_feature_that_the_artifact_needs_must_have_passed(planned):
         features=(FeatureResult(name="cuda-checkpoint-roundtrip", status="failed", reason="it hung"),),
     )
 
-    assert planned(fleet.restore(artifact), GPU)
+    probed = {"compatibility.driver": "probed"}
+    assert planned(fleet.restore(artifact), GPU, **probed)
     with pytest.raises(CompatibilityError, match="cuda-checkpoint-roundtrip has not passed"):
-        planned(fleet.restore(artifact), evolve(GPU, qualification=record))
+        planned(fleet.restore(artifact), evolve(GPU, qualification=record), **probed)
+    assert planned(fleet.restore(artifact), evolve(GPU, qualification=None)), "the driver's number vouches for it"
 
 
 @pytest.mark.parametrize(("captured", "asked"), [("private", "host"), ("host", "private")])
