@@ -16,11 +16,11 @@ LAYERS = [
     ["host"],
     ["artifact"],
     ["transfer"],
-    ["operation", "receipts", "steps", "plan"],
+    ["operation", "receipts", "phases", "shelving", "steps", "plan"],
     ["keeper"],
     ["drivers", "engines"],
-    ["admission", "behaviour", "describe", "resolve"],
-    ["runner", "session", "accelerating", "sealing", "capturing", "restoring", "execute", "progress"],
+    ["admission", "behaviour", "describe", "upkeep", "resolve"],
+    ["runner", "session", "accelerating", "sealing", "capturing", "curating", "restoring", "execute", "progress"],
     ["testing"],
 ]
 # Modules on one line may import one another; drivers and engines never do.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from coldsnap.host.probe import probe
     from coldsnap.host.qualify import qualify_host
     from coldsnap.keeper.handle import Engine
-    from coldsnap.operation import Capture, Launch, Placement, Restore, Stop, local
+    from coldsnap.operation import Capture, Delete, Launch, Placement, Publish, Restore, Stop, Verify, local
     from coldsnap.plan import Plan
     from coldsnap.policy import IO, Compatibility, Graphs, Policy, Process, Weights
     from coldsnap.progress import progress
@@ -49,7 +49,7 @@ _HOMES = {
     "coldsnap.host.probe": ("probe",),
     "coldsnap.host.qualify": ("qualify_host",),
     "coldsnap.keeper.handle": ("Engine",),
-    "coldsnap.operation": ("Capture", "Launch", "Placement", "Restore", "Stop", "local"),
+    "coldsnap.operation": ("Capture", "Delete", "Launch", "Placement", "Publish", "Restore", "Stop", "Verify", "local"),
     "coldsnap.plan": ("Plan",),
     "coldsnap.policy": ("IO", "Compatibility", "Graphs", "Policy", "Process", "Weights"),
     "coldsnap.progress": ("progress",),
@@ -66,6 +66,7 @@ __all__ = [
     "Capture",
     "ColdSnapError",
     "Compatibility",
+    "Delete",
     "Engine",
     "Facts",
     "Graphs",
@@ -75,9 +76,11 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Process",
+    "Publish",
     "Report",
     "Restore",
     "Stop",
+    "Verify",
     "Weights",
     "errors",
     "execute",

@@ -9,13 +9,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal, Protocol, assert_never
 
-from coldsnap import accelerating, capturing, restoring, sealing
+from coldsnap import accelerating, capturing, curating, restoring, sealing
 from coldsnap.plan import Plan
 from coldsnap.receipts import Event, EventSink, Receipt, Report
 from coldsnap.runner import run
 from coldsnap.session import Session
 from coldsnap.steps import (
     AdmitArtifact,
+    AdmitDeletion,
     AdmitEngine,
     AdmitHost,
     AdmitOutput,
@@ -23,12 +24,17 @@ from coldsnap.steps import (
     AttachEngine,
     AwaitReady,
     CheckpointCuda,
+    CollectPacks,
     CommitArtifact,
     CompareAnswer,
+    DeleteArtifact,
     DumpTree,
     HandOver,
     LaunchEngine,
     LockCuda,
+    OpenArtifact,
+    PublishPacks,
+    PushArtifact,
     Quiesce,
     Reconnect,
     RecordAnswer,
@@ -42,6 +48,7 @@ from coldsnap.steps import (
     StopEngine,
     ThawTree,
     UnlockCuda,
+    VerifyArtifact,
     VerifyFiles,
 )
 
@@ -172,5 +179,19 @@ def _act(session: Session, step: Step) -> Receipt:
             return capturing.hand_over(session, step)
         case StopEngine():
             return capturing.stop(session, step)
+        case OpenArtifact():
+            return curating.open_artifact(session, step)
+        case VerifyArtifact():
+            return curating.verify(session, step)
+        case AdmitDeletion():
+            return curating.admit_deletion(session, step)
+        case DeleteArtifact():
+            return curating.delete(session, step)
+        case CollectPacks():
+            return curating.collect_packs(session, step)
+        case PublishPacks():
+            return curating.publish_packs(session, step)
+        case PushArtifact():
+            return curating.push_artifact(session, step)
         case _:
             assert_never(step)

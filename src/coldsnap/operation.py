@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
@@ -18,14 +18,17 @@ from coldsnap.errors import PolicyError
 __all__ = [
     "ArtifactLike",
     "Capture",
+    "Delete",
     "EngineHandle",
     "EngineSpec",
     "Launch",
     "Operation",
     "Placement",
+    "Publish",
     "Restore",
     "Stop",
     "UnitPlacement",
+    "Verify",
     "local",
 ]
 
@@ -81,6 +84,11 @@ def _name(_instance: object, _attribute: object, value: str | None) -> None:
 
 def _absolute(value: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.fspath(value))
+
+
+def _absolute_each(value: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    # A text is a sequence of texts too: each letter of it would be a directory.
+    return tuple(map(_absolute, (value,) if isinstance(value, str | os.PathLike) else value))
 
 
 def _optional_absolute(value: str | os.PathLike[str] | None) -> str | None:
@@ -251,4 +259,93 @@ class Stop:
     grace_s: float = 10.0
 
 
-Operation = Launch | Capture | Restore | Stop
+def _opened(_instance: object, _attribute: object, value: Any) -> None:
+    if not isinstance(value, ArtifactLike):
+        raise PolicyError(
+            [("$.artifact", f"expected an opened artifact (Artifact.open), found {value!r}")], what="operation"
+        )
+
+
+@frozen(kw_only=True)
+class Verify:
+    """Find out whether an artifact is what was captured: its files, the packs it names, and their coverage.
+
+    Attributes:
+        artifact: An opened artifact.
+        verify: ``evidence`` digests what has no valid evidence, ``full`` digests all; ``None``: what
+            ``weights.verify`` of the policy says.
+        store: The root of the store with its packs; needed when it names some.
+    """
+
+    artifact: ArtifactLike = field(kw_only=False, validator=_opened)
+    verify: Literal["evidence", "full"] | None = None
+    store: str | None = field(default=None, converter=_optional_absolute)
+
+    def __attrs_post_init__(self) -> None:
+        if self.verify not in ("evidence", "full", None):
+            raise PolicyError([("$.verify", f"expected 'evidence' or 'full', found {self.verify!r}")], what="operation")
+
+
+@frozen(kw_only=True)
+class Delete:
+    """Delete an artifact, and on request the packs that no other artifact names.
+
+    Attributes:
+        artifact: An opened artifact.
+        store: The root of a store; packs of it that nothing else names are deleted too. ``None``: packs stay.
+        roots: *Every* directory that holds artifacts or overlays of the store; given with a store, and only then.
+        dry_run: Find out what would go, and touch nothing.
+    """
+
+    artifact: ArtifactLike = field(kw_only=False, validator=_opened)
+    store: str | None = field(default=None, converter=_optional_absolute)
+    roots: tuple[str, ...] = field(default=(), converter=_absolute_each)
+    dry_run: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if (self.store is None) != (not self.roots):
+            expected = "the directories that hold all artifacts of the store" if self.store else "none without a store"
+            raise PolicyError(
+                [("$.roots", f"expected {expected}, found {', '.join(self.roots) or 'none'}")], what="operation"
+            )
+
+
+@frozen(kw_only=True)
+class Publish:
+    """Put an artifact where other hosts find it: packs into a hub's repository, the rest into an OCI registry.
+
+    Tokens and logins are found by the clients of hub and registry, as always; none is in a plan.
+
+    Attributes:
+        artifact: An opened artifact.
+        store: The root of the store with its packs; given with a repository, and only then.
+        repository: ``owner/name`` in the hub; ``None``: packs are not published.
+        endpoint: Another hub than the client's own.
+        create: Make the repository, private, when it does not exist.
+        reference: ``registry/repository:tag``; ``None``: the artifact itself is not published.
+        insecure: Speak plain HTTP with the registry.
+    """
+
+    artifact: ArtifactLike = field(kw_only=False, validator=_opened)
+    store: str | None = field(default=None, converter=_optional_absolute)
+    repository: str | None = None
+    endpoint: str | None = None
+    create: bool = False
+    reference: str | None = None
+    insecure: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        problems = []
+        if not (self.repository or self.reference):
+            problems.append(("$", "expected a repository for packs, a reference for the rest, or both; found neither"))
+        if bool(self.store) != bool(self.repository):
+            problems.append(("$.store", "expected a store with a repository, and none without"))
+        if (self.endpoint or self.create) and not self.repository:
+            problems.append(("$.repository", "expected one, since endpoint or create is given"))
+        if self.insecure and not self.reference:
+            problems.append(("$.reference", "expected one, since insecure is given"))
+        if problems:
+            raise PolicyError(problems, what="operation")
+
+
+Operation = Launch | Capture | Restore | Stop | Verify | Delete | Publish

@@ -19,7 +19,19 @@ from coldsnap.errors import CompatibilityError, UnsupportedError
 from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.host.selection import select_driver
 from coldsnap.keeper.directive import Endpoint
-from coldsnap.operation import Capture, EngineHandle, Launch, Operation, Placement, Restore, Stop, UnitPlacement
+from coldsnap.operation import (
+    Capture,
+    Delete,
+    EngineHandle,
+    Launch,
+    Operation,
+    Placement,
+    Publish,
+    Restore,
+    Stop,
+    UnitPlacement,
+    Verify,
+)
 from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.policy import Policy, ResolvedPolicy
 from coldsnap.steps import (
@@ -44,6 +56,7 @@ from coldsnap.steps import (
     StopEngine,
     VerifyFiles,
 )
+from coldsnap.upkeep import plan_deletion, plan_publication, plan_verification
 
 __all__ = ["resolve"]
 
@@ -56,7 +69,7 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
 
     Args:
         policy: What the user wants.
-        operation: Launch, Capture, Restore or Stop.
+        operation: Launch, Capture, Restore, Stop, Verify, Delete or Publish.
         facts: What the machines are; see ``probe``.
 
     Returns:
@@ -78,6 +91,12 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
             return _restore(resolved, operation, facts)
         case Stop():
             return _stop(operation)
+        case Verify():
+            return plan_verification(resolved, operation)
+        case Delete():
+            return plan_deletion(operation)
+        case Publish():
+            return plan_publication(operation)
         case _:
             assert_never(operation)
 

@@ -10,8 +10,20 @@ from typing import ClassVar, Literal, get_args
 
 from attrs import frozen
 
+from coldsnap.phases import BaseStep, Phase
+from coldsnap.shelving import (
+    AdmitDeletion,
+    CollectPacks,
+    DeleteArtifact,
+    OpenArtifact,
+    PublishPacks,
+    PushArtifact,
+    VerifyArtifact,
+)
+
 __all__ = [
     "AdmitArtifact",
+    "AdmitDeletion",
     "AdmitEngine",
     "AdmitHost",
     "AdmitOutput",
@@ -19,13 +31,18 @@ __all__ = [
     "AttachEngine",
     "AwaitReady",
     "CheckpointCuda",
+    "CollectPacks",
     "CommitArtifact",
     "CompareAnswer",
+    "DeleteArtifact",
     "DumpTree",
     "HandOver",
     "LaunchEngine",
     "LockCuda",
+    "OpenArtifact",
     "Phase",
+    "PublishPacks",
+    "PushArtifact",
     "Quiesce",
     "Reconnect",
     "RecordAnswer",
@@ -39,29 +56,13 @@ __all__ = [
     "StopEngine",
     "ThawTree",
     "UnlockCuda",
+    "VerifyArtifact",
     "VerifyFiles",
 ]
 
-Phase = Literal[
-    "ADMIT", "STAGE", "THAW", "LAUNCH", "RECONNECT", "ACCEPT", "QUIESCE", "DUMP", "SEAL", "PUBLISH", "SETTLE"
-]
-
 
 @frozen(kw_only=True)
-class _Base:
-    """What every step has.
-
-    Attributes:
-        id: Unique in its plan; receipts, spans and fault points use it.
-        after: The ids of the steps that must have ended before.
-    """
-
-    id: str
-    after: tuple[str, ...] = ()
-
-
-@frozen(kw_only=True)
-class AdmitHost(_Base):
+class AdmitHost(BaseStep):
     """Check that the host is still the one whose facts were resolved, and that CRIU may run."""
 
     phase: ClassVar[Phase] = "ADMIT"
@@ -73,7 +74,7 @@ class AdmitHost(_Base):
 
 
 @frozen(kw_only=True)
-class AdmitOutput(_Base):
+class AdmitOutput(BaseStep):
     """Check that nothing is at the output and that it can be written."""
 
     phase: ClassVar[Phase] = "ADMIT"
@@ -81,7 +82,7 @@ class AdmitOutput(_Base):
 
 
 @frozen(kw_only=True)
-class AdmitEngine(_Base):
+class AdmitEngine(BaseStep):
     """Check the engine's environment: the interpreter, the engine, and the same coldsnap in it; and the model."""
 
     phase: ClassVar[Phase] = "ADMIT"
@@ -92,7 +93,7 @@ class AdmitEngine(_Base):
 
 
 @frozen(kw_only=True)
-class AdmitPlacement(_Base):
+class AdmitPlacement(BaseStep):
     """Check that the port is free and the run directory is not in use."""
 
     phase: ClassVar[Phase] = "ADMIT"
@@ -101,7 +102,7 @@ class AdmitPlacement(_Base):
 
 
 @frozen(kw_only=True)
-class AdmitArtifact(_Base):
+class AdmitArtifact(BaseStep):
     """Check format, identity and compatibility of the artifact, all mismatches at once."""
 
     phase: ClassVar[Phase] = "ADMIT"
@@ -112,7 +113,7 @@ class AdmitArtifact(_Base):
 
 
 @frozen(kw_only=True)
-class LaunchEngine(_Base):
+class LaunchEngine(BaseStep):
     """Start a keeper, and the engine under it.
 
     Attributes:
@@ -140,7 +141,7 @@ class LaunchEngine(_Base):
 
 
 @frozen(kw_only=True)
-class AttachEngine(_Base):
+class AttachEngine(BaseStep):
     """Take up the keeper of an engine that serves already."""
 
     phase: ClassVar[Phase] = "LAUNCH"
@@ -148,7 +149,7 @@ class AttachEngine(_Base):
 
 
 @frozen(kw_only=True)
-class AwaitReady(_Base):
+class AwaitReady(BaseStep):
     """Wait until the port is open and the engine says it is healthy; end at once when it dies."""
 
     phase: ClassVar[Phase] = "ACCEPT"
@@ -156,7 +157,7 @@ class AwaitReady(_Base):
 
 
 @frozen(kw_only=True)
-class RecordAnswer(_Base):
+class RecordAnswer(BaseStep):
     """Empty the prefix cache, ask, and record token ids and text; ask twice: an answer that varies proves nothing.
 
     Attributes:
@@ -172,7 +173,7 @@ class RecordAnswer(_Base):
 
 
 @frozen(kw_only=True)
-class Quiesce(_Base):
+class Quiesce(BaseStep):
     """Let requests in flight end and start no new ones."""
 
     phase: ClassVar[Phase] = "QUIESCE"
@@ -180,7 +181,7 @@ class Quiesce(_Base):
 
 
 @frozen(kw_only=True)
-class LockCuda(_Base):
+class LockCuda(BaseStep):
     """Lock CUDA in every process that holds the driver open."""
 
     phase: ClassVar[Phase] = "QUIESCE"
@@ -189,7 +190,7 @@ class LockCuda(_Base):
 
 
 @frozen(kw_only=True)
-class CheckpointCuda(_Base):
+class CheckpointCuda(BaseStep):
     """Move CUDA state of every locked process into host memory."""
 
     phase: ClassVar[Phase] = "QUIESCE"
@@ -197,7 +198,7 @@ class CheckpointCuda(_Base):
 
 
 @frozen(kw_only=True)
-class DumpTree(_Base):
+class DumpTree(BaseStep):
     """Write the process image and the volatile files while the tree is frozen.
 
     Attributes:
@@ -214,14 +215,14 @@ class DumpTree(_Base):
 
 
 @frozen(kw_only=True)
-class ResumeEngine(_Base):
+class ResumeEngine(BaseStep):
     """Let a workload that is kept take work again, while its artifact is still being sealed."""
 
     phase: ClassVar[Phase] = "DUMP"
 
 
 @frozen(kw_only=True)
-class SealArtifact(_Base):
+class SealArtifact(BaseStep):
     """Digest every file and write descriptor and evidence."""
 
     phase: ClassVar[Phase] = "SEAL"
@@ -231,7 +232,7 @@ class SealArtifact(_Base):
 
 
 @frozen(kw_only=True)
-class CommitArtifact(_Base):
+class CommitArtifact(BaseStep):
     """Make the artifact exist: one rename."""
 
     phase: ClassVar[Phase] = "PUBLISH"
@@ -239,7 +240,7 @@ class CommitArtifact(_Base):
 
 
 @frozen(kw_only=True)
-class SettleWorkload(_Base):
+class SettleWorkload(BaseStep):
     """Stop the captured workload, or let it serve on."""
 
     phase: ClassVar[Phase] = "SETTLE"
@@ -247,7 +248,7 @@ class SettleWorkload(_Base):
 
 
 @frozen(kw_only=True)
-class StartKeeper(_Base):
+class StartKeeper(BaseStep):
     """Start the keeper that will own the restored tree."""
 
     phase: ClassVar[Phase] = "THAW"
@@ -257,7 +258,7 @@ class StartKeeper(_Base):
 
 
 @frozen(kw_only=True)
-class StageCapsule(_Base):
+class StageCapsule(BaseStep):
     """Put the volatile files back, write the directive, and move ports that are taken."""
 
     phase: ClassVar[Phase] = "STAGE"
@@ -267,7 +268,7 @@ class StageCapsule(_Base):
 
 
 @frozen(kw_only=True)
-class VerifyFiles(_Base):
+class VerifyFiles(BaseStep):
     """Compare every file of the artifact with its evidence: by stat when unchanged, by digest otherwise."""
 
     phase: ClassVar[Phase] = "STAGE"
@@ -276,7 +277,7 @@ class VerifyFiles(_Base):
 
 
 @frozen(kw_only=True)
-class ThawTree(_Base):
+class ThawTree(BaseStep):
     """Bring the process tree back from its image."""
 
     phase: ClassVar[Phase] = "THAW"
@@ -286,7 +287,7 @@ class ThawTree(_Base):
 
 
 @frozen(kw_only=True)
-class RestoreCuda(_Base):
+class RestoreCuda(BaseStep):
     """Move CUDA state back to the devices, in every process that had some."""
 
     phase: ClassVar[Phase] = "THAW"
@@ -295,7 +296,7 @@ class RestoreCuda(_Base):
 
 
 @frozen(kw_only=True)
-class UnlockCuda(_Base):
+class UnlockCuda(BaseStep):
     """Let every process call CUDA again."""
 
     phase: ClassVar[Phase] = "THAW"
@@ -303,7 +304,7 @@ class UnlockCuda(_Base):
 
 
 @frozen(kw_only=True)
-class Reconnect(_Base):
+class Reconnect(BaseStep):
     """Have every rank read its new directive: incarnation, random streams, endpoint."""
 
     phase: ClassVar[Phase] = "RECONNECT"
@@ -311,7 +312,7 @@ class Reconnect(_Base):
 
 
 @frozen(kw_only=True)
-class CompareAnswer(_Base):
+class CompareAnswer(BaseStep):
     """Ask what was asked at capture and compare token ids and text."""
 
     phase: ClassVar[Phase] = "ACCEPT"
@@ -319,14 +320,14 @@ class CompareAnswer(_Base):
 
 
 @frozen(kw_only=True)
-class HandOver(_Base):
+class HandOver(BaseStep):
     """Give the engine to the caller: from here on it serves until it is stopped."""
 
     phase: ClassVar[Phase] = "SETTLE"
 
 
 @frozen(kw_only=True)
-class StopEngine(_Base):
+class StopEngine(BaseStep):
     """End the engine and everything it started."""
 
     phase: ClassVar[Phase] = "SETTLE"
@@ -362,6 +363,13 @@ Step = (
     | CompareAnswer
     | HandOver
     | StopEngine
+    | OpenArtifact
+    | VerifyArtifact
+    | AdmitDeletion
+    | DeleteArtifact
+    | CollectPacks
+    | PublishPacks
+    | PushArtifact
 )
 
 STEP_CLASSES: dict[str, type[Step]] = {cls.__name__: cls for cls in get_args(Step)}

@@ -6,6 +6,7 @@ from attrs import evolve
 
 from coldsnap import artifact as format9
 from coldsnap.artifact import Artifact
+from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, WorkerWeights
 from coldsnap.describe import compatibility_unit
 from coldsnap.engines.vllm import VLLM
 from coldsnap.host.contracts import FEATURES
@@ -166,6 +167,29 @@ def captured_on(host, **changes):
         acceptance=format9.Acceptance(prompt="Hello", max_tokens=2, text=" you", token_ids=(1, 2)),
     )
     return Artifact(Path(OUTPUT), evolve(document, **changes), DIGEST)
+
+
+def with_packs(host):
+    """The same artifact as if its weights had been put into a pack."""
+    listed = {
+        name: format9.FileRecord(path=f"weights/worker-0/{name}", bytes=4096, sha256=DIGEST)
+        for name in ("weights.blob", "native-manifest.json", "recovery-manifest.json")
+    }
+    path = f"model-payloads/sha256/{DIGEST.removeprefix('sha256:')}.pack"
+    item = PayloadObject(worker="worker-0", path=path, bytes=1 << 30, sha256=DIGEST)
+    weights = format9.Weights(
+        kind="packs",
+        payloads=ModelPayloads(objects=(item,)),
+        workers=(
+            WorkerWeights(
+                worker="worker-0",
+                residual=listed["weights.blob"],
+                native_manifest=listed["native-manifest.json"],
+                recovery_manifest=listed["recovery-manifest.json"],
+            ),
+        ),
+    )
+    return captured_on(host, weights=weights)
 
 
 def launch(**options):

@@ -5,14 +5,17 @@
 Read the difference before it is committed: it is what users will see. No test and no session runs this.
 """
 
+from functools import partial
+
 import fleet
 from attrs import evolve
 
 from coldsnap.errors import AdmissionError
-from coldsnap.operation import Stop
+from coldsnap.operation import Delete, Publish, Stop, Verify
 from coldsnap.policy import Policy, Process
 from coldsnap.resolve import resolve
 
+PUBLISH = partial(Publish, store="/store", repository="team/packs", reference="registry.example/team/tiny:v1")
 HOST_NAMESPACE = Policy(process=Process(namespace="host"))
 
 
@@ -45,6 +48,11 @@ def texts():
         "restore-gpu": _plan(Policy(), fleet.restore(captured_gpu), gpu),
         "restore-host-namespace": _plan(HOST_NAMESPACE, fleet.restore(in_host), cpu),
         "stop": _plan(Policy(), Stop(fleet.Handle()), cpu),
+        "verify": _plan(Policy(), Verify(captured_cpu), cpu),
+        "verify-full": _plan(Policy(), Verify(fleet.with_packs(cpu), verify="full", store="/store"), cpu),
+        "delete": _plan(Policy(), Delete(fleet.with_packs(cpu), store="/store", roots=("/artifacts",)), cpu),
+        "delete-dry-run": _plan(Policy(), Delete(captured_cpu, dry_run=True), cpu),
+        "publish": _plan(Policy(), PUBLISH(fleet.with_packs(cpu)), cpu),
         "refusal": _refusal(),
     }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coldsnap.behaviour import ANY, WORKING
 from coldsnap.errors import FormatError
-from coldsnap.operation import Stop
+from coldsnap.operation import Delete, Publish, Stop, Verify
 from coldsnap.plan import Barrier, Plan
 from coldsnap.policy import Policy, leaves
 from coldsnap.receipts import Receipt, Report
@@ -46,6 +46,11 @@ def resolved_plans(draw):
             st.builds(fleet.capture, then=st.sampled_from(["stop", "keep"]), prompt=PROMPTS, dump_timeout_s=TIMES_S),
             st.just(fleet.restore(artifact, port=draw(PORTS), thaw_timeout_s=draw(TIMES_S))),
             st.builds(lambda grace: Stop(fleet.Handle(), grace_s=grace), TIMES_S),
+            st.builds(lambda mode: Verify(artifact, verify=mode), st.sampled_from(["evidence", "full", None])),
+            st.builds(
+                lambda dry: Delete(fleet.with_packs(host), store="/s", roots=("/a", "/b"), dry_run=dry), st.booleans()
+            ),
+            st.builds(lambda plain: Publish(artifact, reference="registry/x:v1", insecure=plain), st.booleans()),
         )
     )
     return resolve(policy, operation, fleet.facts(host))
