@@ -120,8 +120,22 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def native(session: nox.Session) -> None:
+    """Run the native library's own test under the address, undefined-behaviour and thread sanitizers."""
+    session.install(*QUIET, *(need for need in group("test") if need.startswith("cmake")))
+    for sanitizers in ("address,undefined", "thread"):
+        build = Path(session.create_tmp()) / sanitizers.replace(",", "-")
+        options = ["-DCOLDSNAP_TESTING=ON", f"-DCOLDSNAP_SANITIZE={sanitizers}"]
+        session.run("cmake", "-S", "csrc", "-B", str(build), *options, silent=True)
+        session.run("cmake", "--build", str(build), "--parallel", str(os.cpu_count()), silent=True)
+        selftest, shim = build / "tests" / "io_selftest", build / "tests" / "libcuda_shim.so"
+        session.run(str(selftest), str(shim), session.create_tmp(), external=True)
+
+
+@nox.session(default=False)
 def full(session: nox.Session) -> None:
-    """Run the tests marked slow too, and the longer examples."""
+    """Run the tests marked slow too, the sanitizers and the longer examples."""
+    native(session)
     commands(session, "docker-registry", "jq")
     built = wheel(session)
     session.install(*QUIET, built, *group("test"))
