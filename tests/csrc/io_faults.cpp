@@ -1,4 +1,5 @@
-// Preloaded, it makes system calls of the library fail: after so many calls, with an error, or with less than was asked.
+// Preloaded, it makes system calls of the library fail: after so many calls, with an error, or with less than was asked; or a
+// disk that keeps other bytes than it was given.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -10,6 +11,7 @@
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -17,7 +19,7 @@
 
 namespace {
 
-constexpr int kShort = -1, kEnd = -2;
+constexpr int kShort = -1, kEnd = -2, kFlip = -3;
 
 struct Plan {
   std::atomic<long> after{-1}, times{0};
@@ -62,9 +64,25 @@ ssize_t moved(Plan& faults, int fd, const iovec* parts, int count, off64_t offse
   return function(fd, parts, count, offset);
 }
 
+using Sync = int (*)(int);
+
+// Through a descriptor of its own: the library's may write only, or around the page cache.
+int flip_middle_byte(int fd, Sync sync) {
+  const int file = open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) std::abort();
+  const off_t middle = lseek(file, 0, SEEK_END) / 2;
+  unsigned char byte;
+  if (pread(file, &byte, 1, middle) != 1) std::abort();
+  byte ^= 4;
+  if (pwrite(file, &byte, 1, middle) != 1) std::abort();
+  const int status = sync(file);
+  close(file);
+  return status;
+}
+
 }  // namespace
 
-// error: an errno, -1 for half of the first part, -2 for the end of the file.
+// error: an errno, -1 for half of the first part, -2 for the end of the file, -3 (fdatasync) for a changed byte in its middle.
 extern "C" void fault_plan(const char* name, long after, long times, int error) {
   Plan& faults = plan(name);
   faults.times = 0;
@@ -80,8 +98,11 @@ extern "C" ssize_t pwritev64(int fd, const iovec* parts, int count, off64_t offs
   return moved(writes, fd, parts, count, offset);
 }
 extern "C" int fdatasync(int fd) {
-  if (const int fault = syncs.next()) return errno = fault, -1;
-  return real<int (*)(int)>("fdatasync")(fd);
+  static const Sync sync = real<Sync>("fdatasync");
+  const int fault = syncs.next();
+  if (fault > 0) return errno = fault, -1;
+  const int status = sync(fd);
+  return fault == kFlip && !status ? flip_middle_byte(fd, sync) : status;
 }
 extern "C" int fallocate64(int fd, int mode, off64_t offset, off64_t length) {
   if (const int fault = allocations.next()) return errno = fault, -1;

@@ -133,10 +133,10 @@ def test_pages_that_cannot_be_mapped_are_read_and_the_read_names_the_error(memor
 CAPTURE_TWICE = """
     region = memory.allocate(SIZE, tag="t")
     memory.copy_from_host(region.address, memoryview(content(SIZE)))
-    sources = packed([(region.address, SIZE)], verification="crc32")
+    sources = packed([(region.address, SIZE)], verification={verification!r})
     def go():
-        capture(path, sources, memory=memory, library=library, backend={backend!r}, file_sha256={whole}, read_back=True,
-                tuning=Tuning(chunk_bytes=65536, queue_depth=8, threads=3))
+        capture(path, sources, memory=memory, library=library, backend={backend!r}, file_sha256={whole},
+                read_back={read_back}, tuning=Tuning(chunk_bytes=65536, queue_depth=8, threads=3))
     plan({call!r}, {after}, {times}, {error})
     first = attempt(go)
     left = sorted(os.listdir(os.path.dirname(path)))
@@ -144,6 +144,10 @@ CAPTURE_TWICE = """
     second = attempt(go)
     print(json.dumps([first, left, second, open(path, "rb").read() == content(SIZE)]))
 """
+
+
+def capture_twice(*, whole=False, verification="crc32", read_back=True, **fault):
+    return CAPTURE_TWICE.format(whole=whole, verification=verification, read_back=read_back, **fault)
 
 
 @pytest.mark.parametrize("memory", ["HostMemory", "ShimMemory"])
@@ -164,7 +168,7 @@ def test_a_failing_write_leaves_nothing_and_the_retry_works(memory, backend, cal
     path = tmp_path / "out" / "pack"
     path.parent.mkdir()
     after = 5 if call == "pwritev" else 0
-    body = CAPTURE_TWICE.format(call=call, after=after, times=1, error=error, backend=backend, whole=True)
+    body = capture_twice(call=call, after=after, times=1, error=error, backend=backend, whole=True)
 
     (kind, message, _), left, second, same = with_faults(body, built, path, memory=memory)
 
@@ -175,11 +179,41 @@ def test_a_failing_write_leaves_nothing_and_the_retry_works(memory, backend, cal
 def test_short_writes_are_continued(built, tmp_path):
     path = tmp_path / "out" / "pack"
     path.parent.mkdir()
-    body = CAPTURE_TWICE.format(call="pwritev", after=0, times=30, error=-1, backend="buffered", whole=False)
+    body = capture_twice(call="pwritev", after=0, times=30, error=-1, backend="buffered")
 
     (kind, _, _), _, _, same = with_faults(body, built, path)
 
     assert (kind, same) == ("ok", True)
+
+
+FLIP = {"call": "fdatasync", "after": 0, "times": 1, "error": -3}
+
+
+@pytest.mark.parametrize("memory", ["HostMemory", "ShimMemory"])
+@pytest.mark.parametrize("backend", ["python", "buffered", "direct", "auto"])
+@pytest.mark.parametrize("verification", ["none", "crc32", "crc32+sha256"])
+def test_read_back_finds_a_byte_that_the_disk_changed_and_leaves_nothing(
+    verification, backend, memory, built, tmp_path
+):
+    path = tmp_path / "out" / "pack"
+    path.parent.mkdir()
+    body = capture_twice(backend=backend, verification=verification, **FLIP)
+
+    (kind, message, _), left, second, same = with_faults(body, built, path, memory=memory)
+
+    assert (kind, left, second[0], same) == ("IntegrityError", [], "ok", True)
+    assert "extent 0" in message
+
+
+def test_without_read_back_a_byte_that_the_disk_changed_is_not_found(built, tmp_path):
+    path = tmp_path / "out" / "pack"
+    path.parent.mkdir()
+    body = capture_twice(backend="buffered", read_back=False, **FLIP)
+    body = body.replace("second = attempt(go)", "second = first")
+
+    (kind, _, _), left, _, same = with_faults(body, built, path)
+
+    assert (kind, left, same) == ("ok", ["pack"], False)
 
 
 @pytest.mark.parametrize("backend", ["buffered", "direct"])
