@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -111,7 +110,8 @@ def delete(session: Session, step: DeleteArtifact) -> Receipt:
 def collect_packs(session: Session, step: CollectPacks) -> Receipt:
     """Delete the packs that nothing names now, or tell; one that a capture came to use meanwhile stays."""
     opened, store = _opened(session), Store(step.store)
-    since_ns = time.time_ns() - STAMP_ERROR_NS  # before looking: whoever comes later leaves a stamp on what it uses
+    # Whoever came after the look at captures in flight leaves a stamp, under the pack's lock, on what it found there.
+    since_ns = session.report.timeline.origin_unix_ns - STAMP_ERROR_NS
     writing = next(_captures_below(step.roots), None)
     found = _verdict(opened, store, step.roots)
     left, gone = dict(found.packs_left), []
@@ -124,7 +124,7 @@ def collect_packs(session: Session, step: CollectPacks) -> Receipt:
         elif step.dry_run or store.delete(sha256, unless_used_since_ns=since_ns):
             gone.append(sha256)
         else:
-            left[sha256] = "used while it was looked for owners"
+            left[sha256] = "used since the deletion began"
     word = "would delete" if step.dry_run else "deleted"
     return Receipt(
         step=step.id,
@@ -143,7 +143,10 @@ def _verdict(artifact: Artifact, store: Store | None, roots: Sequence[str]) -> D
 
 def _held(path: Path) -> bool:
     # A capture locks its directory from birth until its workload is settled, which is after the commit.
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False  # its capture ended, and removed it
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
