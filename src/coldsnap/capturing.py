@@ -151,8 +151,13 @@ def _require_short(run_dir: str, namespace: str) -> None:
 def attach(session: Session, step: AttachEngine) -> Receipt:
     """Take up an engine that serves: from here on a dead caller leaves it serving."""
     session.serving = True
-    keeper = session.take(Keeper.connect(step.run_dir))
-    keeper.begin(session.plan.operation, [])
+    keeper = Keeper.connect(step.run_dir)
+    try:
+        keeper.begin(session.plan.operation, [])
+    except BaseException:  # another's operation is in flight, or the engine has ended: there is nothing of ours to undo
+        keeper.close()
+        raise
+    session.take(keeper)
     if session.writer is not None:
         keeper.undo(remove(session.writer.path, unless=COMMITTED))
     if mismatches := list(_not_as_planned(session, keeper)):

@@ -134,6 +134,8 @@ class Placement:
             raise PolicyError(
                 [("$.placement.units", f"expected distinct units, at least one, found {ids}")], what="operation"
             )
+        if "\0" in (self.run_dir or ""):
+            raise PolicyError([("$.placement.run_dir", "expected a path without NUL")], what="operation")
 
     @property
     def front(self) -> UnitPlacement:
@@ -221,6 +223,8 @@ class Capture:
             problems.append(("$.placement", f"expected {expected}"))
         if self.then not in ("stop", "keep"):
             problems.append(("$.then", f"expected 'stop' or 'keep', found {self.then!r}"))
+        if "\0" in self.output:
+            problems.append(("$.output", "expected a path without NUL"))
         if not self.prompt or "\0" in self.prompt:
             problems.append(("$.prompt", "expected a text that is not empty and has no NUL"))
         if not 1 <= self.answer_tokens <= 512:

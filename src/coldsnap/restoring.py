@@ -10,6 +10,8 @@ from pathlib import Path
 
 from coldsnap.accelerating import prepare
 from coldsnap.artifact import Artifact, Target
+from coldsnap.artifact.evidence import hash_file
+from coldsnap.artifact.private import open_private
 from coldsnap.capturing import ENVIRONMENT, SPEC
 from coldsnap.describe import target_engine
 from coldsnap.drivers import n610
@@ -27,6 +29,9 @@ from coldsnap.sealing import COMMAND
 from coldsnap.session import Session
 from coldsnap.steps import AdmitArtifact, CompareAnswer, Reconnect, StageCapsule, StartKeeper, ThawTree, VerifyFiles
 
+SMALL_BYTES = 1 << 20
+"""Up to this size a file is hashed before the start: a millisecond."""
+
 __all__ = ["admit_artifact", "compare_answer", "reconnect", "stage", "start_keeper", "thaw", "verify"]
 
 
@@ -38,7 +43,7 @@ def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
             f"{step.artifact} is not the artifact of the plan: expected {step.digest}, found {opened.digest}; "
             "resolve again"
         )
-    _require_sizes(opened)
+    _require_whole(opened)
     (capsule,) = opened.descriptor.capsule.units
     path = opened.path / capsule.path / "engine.json"
     record = EngineRecord.from_text(path.read_text(), path=str(path))
@@ -56,13 +61,20 @@ def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
     )
 
 
-def _require_sizes(opened: Artifact) -> None:
-    """Refuse what is cut short before anything starts; what is in the files is compared beside the thaw."""
+def _require_whole(opened: Artifact) -> None:
+    """Refuse what is cut short, or small and changed, before anything starts; the rest is compared beside the thaw."""
     for file in opened.descriptor.files:
         path = opened.path / file.path
         found = f"{path.stat().st_size} bytes" if path.exists() else "nothing"
         if found != f"{file.bytes} bytes":
             raise IntegrityError("the file is not whole", path=str(path), expected=f"{file.bytes} bytes", actual=found)
+        if file.bytes <= SMALL_BYTES:  # what these say decides what is started, and which error a change would give
+            with open_private(path) as (fd, status):
+                found = hash_file(fd, status, str(path))
+            if found != file.sha256:
+                raise IntegrityError(
+                    "wrong content (rule evidence.5)", path=str(path), expected=file.sha256, actual=found
+                )
 
 
 def start_keeper(session: Session, step: StartKeeper) -> Receipt:

@@ -89,6 +89,11 @@ def run(
 
 
 def _at(error: BaseException, step: Step) -> BaseException:
+    if isinstance(error, OSError) and not isinstance(error, ColdSnapError):
+        # The machine's own refusals (no space, no permission, removed meanwhile) name the path; the step says when.
+        told = StepError(f"step {step.id} failed: {error}; put that right and run the plan again", step=step.id)
+        told.__cause__ = error
+        return told
     if isinstance(error, StepError) and error.step is None:
         error.step = step.id
     elif not isinstance(error, ColdSnapError):

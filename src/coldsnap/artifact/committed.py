@@ -51,10 +51,16 @@ class Artifact:
             FormatError: The directory is not private, or the descriptor breaks a rule.
             IntegrityError: The descriptor's seal does not match.
         """
-        root = Path(os.path.abspath(path))
-        if not root.exists():
+        try:
+            root = Path(os.path.abspath(path))
+            found, uncommitted = root.exists(), is_uncommitted(root)
+        except OSError as error:
+            raise ArtifactError(
+                f"{path!r} cannot be looked at ({error}); open it as the user who captured it"
+            ) from error
+        if not found:
             raise ArtifactError(f"there is no artifact at {root}")
-        if is_uncommitted(root):
+        if uncommitted:
             raise ArtifactError(
                 f"{root} is not committed: its capture is running or was interrupted (rule descriptor.10)"
             )

@@ -231,7 +231,10 @@ def staged_directory(final: Path, *, at: FaultPoint = unharmed) -> Iterator[Stag
     remove_uncommitted(final, at=at)
     remove_partials(final.parent, of=final.name)
     at(f"{final.name}:mkdir")
-    fd, born = _born_locked(final, _create_directory)
+    try:
+        fd, born = _born_locked(final, _create_directory)
+    except OSError as error:
+        raise ArtifactError(f"the output {final} cannot be created: {error.strerror}; choose another") from error
     try:
         try:
             at(f"{UNCOMMITTED}:create")

@@ -115,7 +115,10 @@ def open_directory(path: Path | str, dir_fd: int | None = None, label: str | Non
             "the directory is missing", path=label, expected="a directory", actual="nothing"
         ) from error
     except OSError as error:
-        raise FormatError(f"the directory cannot be opened: {error.strerror}", path=label, rule="evidence.1") from error
+        # With O_DIRECTORY a link fails as what it is: not a directory.
+        link = dir_fd is None and os.path.islink(path)
+        why = "is a symbolic link; name what it leads to" if link else f"cannot be opened: {error.strerror}"
+        raise FormatError(f"the directory {why}", path=label, rule="evidence.1") from error
     try:
         require_private(os.fstat(fd), label, "directory")
     except BaseException:

@@ -13,7 +13,7 @@ from pathlib import Path
 from coldsnap.artifact.capsule import FileRecord
 from coldsnap.artifact.committed import Artifact
 from coldsnap.artifact.descriptor import Descriptor
-from coldsnap.artifact.durable import FaultPoint, StagedDirectory, staged_directory, unharmed
+from coldsnap.artifact.durable import COMMITTED, FaultPoint, StagedDirectory, staged_directory, unharmed
 from coldsnap.artifact.evidence import Admitted, hash_file, identity_of, write_evidence
 from coldsnap.artifact.hashing import in_threads
 from coldsnap.artifact.private import open_private
@@ -52,10 +52,15 @@ class ArtifactWriter:
             at: Fault point, called before every write, fsync and rename.
 
         Raises:
-            ArtifactError: The output exists, or another capture is writing it.
+            ArtifactError: The output exists, lies in an artifact or cannot be made, or another capture is writing it.
         """
         final = Path(os.path.abspath(output))
-        final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if around := next((parent for parent in final.parents if (parent / COMMITTED).exists()), None):
+            raise ArtifactError(f"the output {final} lies in the artifact {around}; choose another")
+        try:
+            final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArtifactError(f"the output {final} cannot be created: {error.strerror}; choose another") from error
         with staged_directory(final, at=at) as staged:
             yield cls(staged, at)
 

@@ -61,10 +61,12 @@ class Reservation:
     """Ports held for a restore: bound, not listening, so that nobody is given one in the meantime.
 
     A socket with SO_REUSEADDR that does not listen does not keep another such socket from binding (socket(7)); CRIU
-    sets the option while it restores.
+    sets the option while it restores. A name says of each port that it is held: an abstract Unix socket, which belongs
+    to the network namespace as the port does, and goes with the process.
     """
 
     _sockets: list[socket.socket] = field(factory=list)
+    _named: set[int] = field(factory=set)
 
     def try_bind(self, address: str, port: int, *, only_v6: bool) -> int | None:
         """Reserve one port.
@@ -84,14 +86,30 @@ class Reservation:
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only_v6))
             probe.bind((address, port))
+            port = int(probe.getsockname()[1])
+            self._name(port)
         except OSError:
             probe.close()
             return None
         self._sockets.append(probe)
-        return int(probe.getsockname()[1])
+        return port
+
+    def _name(self, port: int) -> None:
+        """Say that a port is held; another restore that holds it makes this fail with EADDRINUSE."""
+        if port in self._named:
+            return
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            name.bind(f"\0coldsnap-port-{port}")
+        except OSError:
+            name.close()
+            raise
+        self._sockets.append(name)
+        self._named.add(port)
 
     def close(self) -> None:
         """Let go of the ports."""
+        self._named.clear()
         while self._sockets:
             self._sockets.pop().close()
 
@@ -176,8 +194,8 @@ def _api_port(held: Reservation, rebind: Rebind, addresses: Mapping[str, bool]) 
     if _reserve(held, rebind.to_port, addresses) is None:
         where = ", ".join(sorted(addresses))
         raise AdmissionError(
-            f"port {rebind.to_port} on {where} cannot be used: it is taken, or the address is not of this host; "
-            "choose another port or stop what listens there"
+            f"port {rebind.to_port} on {where} cannot be used: it is taken, another restore is taking it, or the "
+            "address is not of this host; choose another port or stop what listens there"
         )
     return rebind.to_port
 
