@@ -6,16 +6,15 @@ may name.
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from attrs import evolve
 
 from coldsnap.artifact import Artifact, remove_committed
-from coldsnap.artifact.collect import Deleted, delete_artifact, verify_artifact
-from coldsnap.artifact.durable import is_uncommitted
+from coldsnap.artifact.collect import STAMP_ERROR_NS, Deleted, captures_below, delete_artifact, verify_artifact
+from coldsnap.artifact.held import is_held
 from coldsnap.artifact.hub import Hub
 from coldsnap.artifact.oci import push
 from coldsnap.artifact.store import Store
@@ -41,9 +40,6 @@ __all__ = [
     "push_artifact",
     "verify",
 ]
-
-# The kernel stamps files with a clock that ticks every 1 to 10 ms, so a stamp may be older than the call that made it.
-STAMP_ERROR_NS = 100_000_000
 
 
 def open_artifact(session: Session, step: OpenArtifact) -> Receipt:
@@ -80,9 +76,9 @@ def verify(session: Session, step: VerifyArtifact) -> Receipt:
 def admit_deletion(session: Session, step: AdmitDeletion) -> Receipt:
     """Refuse before anything is gone: a capture in flight, an owner of the packs that cannot be read."""
     opened = _opened(session)
-    if _held(opened.path):
+    if is_held(opened.path):
         raise ArtifactError(f"{opened.path} is in use by the capture that wrote it; wait for its end and delete again")
-    if writing := next(_captures_below(step.roots), None):
+    if writing := next(captures_below(map(Path, step.roots)), None):
         raise ArtifactError(
             f"a capture is writing {writing}, which may name the packs of {opened.path}; wait for its end and delete "
             "again, or delete without a store"
@@ -112,7 +108,7 @@ def collect_packs(session: Session, step: CollectPacks) -> Receipt:
     opened, store = _opened(session), Store(step.store)
     # Whoever came after the look at captures in flight leaves a stamp, under the pack's lock, on what it found there.
     since_ns = session.report.timeline.origin_unix_ns - STAMP_ERROR_NS
-    writing = next(_captures_below(step.roots), None)
+    writing = next(captures_below(map(Path, step.roots)), None)
     found = _verdict(opened, store, step.roots)
     left, gone = dict(found.packs_left), []
     sizes = {pack.sha256: pack.bytes for pack in store.packs()}
@@ -139,31 +135,6 @@ def _verdict(artifact: Artifact, store: Store | None, roots: Sequence[str]) -> D
     """Tell what a deletion would free. Roots may be reached through links: real paths tell the artifact from others."""
     real = evolve(artifact, path=Path(os.path.realpath(artifact.path)))
     return delete_artifact(real, store, [Path(os.path.realpath(root)) for root in roots], dry_run=True)
-
-
-def _held(path: Path) -> bool:
-    # A capture locks its directory from birth until its workload is settled, which is after the commit.
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False  # its capture ended, and removed it
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def _captures_below(roots: Sequence[str]) -> Iterator[Path]:
-    for root in roots:
-        for directory, names, _ in os.walk(root):
-            path = Path(directory)
-            if is_uncommitted(path):
-                names.clear()
-                if _held(path):
-                    yield path
 
 
 # -- publish ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import coldsnap
 from coldsnap.artifact import Artifact, ArtifactWriter, Weights
 from coldsnap.artifact.collect import artifacts_below, collect, delete_artifact, verify_artifact
 from coldsnap.artifact.difference import diff
-from coldsnap.artifact.durable import staged_file, unharmed
+from coldsnap.artifact.durable import remove_committed, staged_file, unharmed
 from coldsnap.artifact.manifest import encode
 from coldsnap.artifact.pack import Bytes
 from coldsnap.artifact.payloads import ModelPayloads, WorkerWeights
@@ -298,6 +298,7 @@ def test_a_native_capture_killed_at_any_point_leaves_no_artifact_or_a_whole_one(
             verify_artifact(Artifact.open(tmp_path / "one"), store, "full")
             delete_artifact(Artifact.open(tmp_path / "one"))
         artifact = write_native(tmp_path / "one", store)
+        time.sleep(0.11)  # a pack that was used a moment ago stays
         delete_artifact(artifact, store, [tmp_path])
         collect(store, [tmp_path])
         assert ["store"] == [path.name for path in tmp_path.iterdir()]
@@ -415,6 +416,7 @@ def test_deleting_an_artifact_takes_the_packs_that_nobody_else_names(tmp_path: P
     one = write_native(roots[0] / "one", store)
     two = write_native(roots[0] / "two", store)
     (pack,) = one.packs
+    time.sleep(0.11)  # a pack that was used a moment ago stays
 
     planned = delete_artifact(one, store, roots, dry_run=True)
     first = delete_artifact(one, store, roots)
@@ -450,3 +452,41 @@ def test_two_captures_are_compared_by_fields_and_by_bytes(tmp_path: Path, store:
     assert 0 == diff(one, two).bytes["packs"].shared
     assert diff(one, one).same
     assert "torch" in str(diff(one, three))
+
+
+def test_nothing_is_deleted_while_a_capture_may_name_it(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    artifact = write_native(tmp_path / "one", store)
+    time.sleep(0.11)
+
+    with ArtifactWriter.create(tmp_path / "two") as writer:
+        with pytest.raises(ArtifactError, match="a capture is writing .*two"):
+            delete_artifact(artifact, store, [tmp_path])
+        with pytest.raises(ArtifactError, match="a capture is writing .*two"):
+            collect(store, [tmp_path], grace_s=0)
+        assert 1 == len(list(store.packs())) and writer.path.exists()
+
+    delete_artifact(artifact, store, [tmp_path])
+    assert [] == list(store.packs())
+
+
+def test_an_artifact_is_not_deleted_while_its_own_capture_holds_it(tmp_path: Path) -> None:
+    with ArtifactWriter.create(tmp_path / "one") as writer:
+        writer.directory("capsule/rank0/images")
+        (writer.path / "capsule/rank0/images/inventory.img").write_bytes(b"inventory")
+        os.rename(writer.path / "artifact.json.partial", writer.path / "artifact.json")
+
+        with pytest.raises(ArtifactError, match="in use by the capture that wrote it"):
+            remove_committed(writer.path)
+
+        assert (writer.path / "artifact.json").exists()
+
+
+def test_a_pack_that_was_used_a_moment_ago_stays_and_the_receipt_says_so(tmp_path: Path, store: Store) -> None:
+    artifact = write_native(tmp_path / "artifacts" / "one", store)
+
+    deleted = delete_artifact(artifact, store, [tmp_path / "artifacts"])
+
+    (pack,) = artifact.packs
+    assert ((pack, "used since the deletion began"),) == deleted.packs_left
+    assert () == deleted.packs_deleted

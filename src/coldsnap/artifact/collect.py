@@ -15,15 +15,27 @@ from attrs import frozen
 
 from coldsnap.artifact.admission import Admission
 from coldsnap.artifact.committed import Artifact
-from coldsnap.artifact.durable import COMMITTED, remove_committed, remove_partials
+from coldsnap.artifact.durable import COMMITTED, is_uncommitted, remove_committed, remove_partials
 from coldsnap.artifact.evidence import TreeAdmission, Verify
+from coldsnap.artifact.held import is_held
 from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.artifact.store import Store, StoredPack
 from coldsnap.errors import ArtifactError
 
-__all__ = ["Collected", "Deleted", "Verified", "artifacts_below", "collect", "delete_artifact", "verify_artifact"]
+__all__ = [
+    "Collected",
+    "Deleted",
+    "Verified",
+    "artifacts_below",
+    "captures_below",
+    "collect",
+    "delete_artifact",
+    "verify_artifact",
+]
 
 DEFAULT_GRACE_S = 24 * 3600.0
+# The kernel stamps files with a clock that ticks every 1 to 10 ms, so a stamp may be older than the call that made it.
+STAMP_ERROR_NS = 100_000_000
 
 
 @frozen(kw_only=True)
@@ -141,8 +153,10 @@ def collect(
         dry_run: Only tell.
 
     Raises:
-        ArtifactError: A root or an artifact cannot be read; nothing was removed.
+        ArtifactError: A root or an artifact cannot be read, or a capture is writing one; nothing was removed.
     """
+    roots = list(roots)
+    _require_no_capture(roots)
     owners = _owners(roots)
     youngest_ns = time.time_ns() - int(grace_s * 1e9)
     removed, kept = [], []
@@ -157,6 +171,23 @@ def collect(
     stale = [*remove_partials(store.directory, dry_run=dry_run), *store.drop_staging(youngest_ns, dry_run=dry_run)]
     freed = sum(pack.bytes for pack in removed) + sum(sizes.get(path, 0) for path in stale)
     return Collected(removed=tuple(removed), kept=tuple(kept), partials=tuple(stale), bytes=freed, dry_run=dry_run)
+
+
+def captures_below(roots: Iterable[Path]) -> Iterator[Path]:
+    """Yield the directories that captures are writing now."""
+    for root in roots:
+        for directory, names, _ in os.walk(root):
+            path = Path(directory)
+            if is_uncommitted(path):
+                names.clear()
+                if is_held(path):
+                    yield path
+
+
+def _require_no_capture(roots: Iterable[Path]) -> None:
+    """Refuse while an artifact is being written: it may name packs that nobody else does, and cannot be read yet."""
+    if writing := next(captures_below(roots), None):
+        raise ArtifactError(f"a capture is writing {writing}, which may name packs of the store; wait for its end")
 
 
 def _size(path: Path) -> int:
@@ -175,7 +206,7 @@ def delete_artifact(
         dry_run: Only tell.
 
     Raises:
-        ArtifactError: A root or another artifact cannot be read; nothing was deleted.
+        ArtifactError: A root or another artifact cannot be read, or a capture is writing one; nothing was deleted.
     """
     mine = artifact.packs
     others = [other for other in artifacts_below(roots) if other.path != artifact.path]
@@ -186,11 +217,20 @@ def delete_artifact(
     left |= {} if searched else dict.fromkeys(mine - owners.keys(), unsearched)
     gone = sorted(mine - left.keys())
     freed = sum(size for kind, size in artifact.size_bytes.items() if kind != "packs")
+    # Whoever finds a pack in the store from here on stamps it, under the pack's lock.
+    began_ns = time.time_ns() - STAMP_ERROR_NS
     if not dry_run:
+        if store is not None:
+            _require_no_capture(roots)
         remove_committed(artifact.path)
     if store is not None:
         present = {pack.sha256: pack.bytes for pack in store.packs()}
-        freed += sum(present.get(sha256, 0) if dry_run else store.delete(sha256) for sha256 in gone)
+        for sha256 in list(gone):
+            went = present.get(sha256, 0) if dry_run else store.delete(sha256, unless_used_since_ns=began_ns)
+            freed += went
+            if not went and sha256 in present:
+                gone.remove(sha256)
+                left[sha256] = "used since the deletion began"
     return Deleted(
         artifact=artifact.digest, bytes=freed, packs_left=tuple(sorted(left.items())), packs_deleted=tuple(gone)
     )

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from coldsnap.artifact.held import is_held
 from coldsnap.errors import ArtifactError
 
 __all__ = [
@@ -312,6 +313,8 @@ def remove_committed(path: Path, *, at: FaultPoint = unharmed) -> None:
     """
     if path.is_symlink() or not is_committed(path):
         raise ArtifactError(f"{path} is not a committed artifact; nothing was deleted")
+    if is_held(path):
+        raise ArtifactError(f"{path} is in use by the capture that wrote it; nothing was deleted, wait for its end")
     at(f"{COMMITTED}:rename")
     os.rename(path / COMMITTED, path / UNCOMMITTED)
     _fsync_directory(path, at)
