@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -342,3 +344,29 @@ def test_without_the_privilege_a_private_namespace_is_refused_and_host_works(pri
     assert kind == "AdmissionError"
     assert "CAP_SYS_ADMIN" in sentence
     assert status == ["NoNewPrivs:", "1", "Seccomp:", "2"]
+
+
+STOPPED_UNDER_TRACE = """
+import ctypes, os, signal, time
+from coldsnap.keeper.tree import Tree
+child = os.fork()
+if child == 0:
+    ctypes.CDLL(None).ptrace(0, 0, 0, 0)  # PTRACE_TRACEME
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(7)
+while "State:\\tt" not in open(f"/proc/{child}/status").read():
+    time.sleep(0.01)
+tree = Tree(private=False)
+tree.root = child
+tree.reap()
+assert tree.exit is None, tree.exit
+os.kill(child, signal.SIGKILL)
+while tree.exit is None:
+    tree.reap()
+print(tree.exit)
+"""
+
+
+def test_a_child_that_stops_has_not_ended():
+    ran = subprocess.run([sys.executable, "-c", STOPPED_UNDER_TRACE], capture_output=True, text=True, timeout=20)
+    assert (ran.stdout, ran.stderr) == ("-9\n", "")

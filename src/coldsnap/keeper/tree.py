@@ -164,7 +164,9 @@ class Tree:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                self._note(pid, os.waitstatus_to_exitcode(status))
+                # The stop of a child whose tracer was just killed is told to its parent as well; it has not ended.
+                if os.WIFEXITED(status) or os.WIFSIGNALED(status):
+                    self._note(pid, os.waitstatus_to_exitcode(status))
 
     def _note(self, pid: int, end: int) -> None:
         if pid in self.helpers:
