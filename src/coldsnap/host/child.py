@@ -13,7 +13,7 @@ from coldsnap.errors import ColdSnapError
 
 # The child finds this very package, wherever the caller imported it from; -P keeps the working directory out.
 BOOT = (
-    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "import runpy, sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 
