@@ -30,7 +30,9 @@ def checks(place: dict[str, Any], limit: float) -> dict[str, Any]:
     if hot and verified:
         result |= {"hot": hot["best"], "hot_of_limit": hot["best"] / limit, "hot_crc32": verified["best"]}
     if cold and place["raw_direct"]:
-        result |= {"cold": cold["best"], "cold_of_raw": cold["best"] / place["raw_direct"]["best"]}
+        raw = place["raw_direct"]
+        result |= {"cold": cold["best"], "cold_of_raw": cold["best"] / raw["best"]}
+        result["cold_median_of_raw_median"] = cold["median"] / raw["median"]
     rivals = [row for row in place["rivals"] if row["cache"] == "hot" and "best" in row]
     if hot and rivals:
         fastest = max(rivals, key=lambda row: row["best"])

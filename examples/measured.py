@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 from coldsnap.transfer.memory import HostMemory, MemoryProvider, Region
 from coldsnap.transfer.native import ABI, NativeLibrary
@@ -135,31 +135,78 @@ def warm(path: Path) -> None:
     prefetch(path).wait()
 
 
-def raw_direct_rate(path: Path, size_bytes: int, *, repeat: int) -> dict[str, Any]:
-    """Read with O_DIRECT into aligned memory and do nothing else: what the disk gives.
+def in_turns(actions: Sequence[Callable[[], object]], repeat: int) -> None:
+    """Let every action have a turn in each round, and another one begin each round.
 
-    Returns:
-        The best rate over numbers of threads and sizes of blocks, and all of them.
+    A disk that is shared, or that allows a burst, is not the same for the first and the last of a row of measurements:
+    what is compared must be measured in between each other.
     """
-    rows = []
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        for threads, block in ((1, 16 * MIB), (4, 4 * MIB), (8, 4 * MIB), (16, 2 * MIB), (16, 16 * MIB)):
-            action = _raw_reader(fd, size_bytes, threads, block)
-            rate = Rate.of(size_bytes, timed(action, repeat))
-            rows.append({"threads": threads, "block_bytes": block, **asdict(rate)})
-    finally:
-        os.close(fd)
-    return {"best": max(row["best"] for row in rows), "rows": rows}
+    for turn in range(repeat):
+        first = turn * len(actions) // repeat
+        for action in (*actions[first:], *actions[:first]):
+            action()
+
+
+@frozen(kw_only=True)
+class RawReader:
+    """Reads with O_DIRECT into aligned memory and does nothing else: what the disk gives.
+
+    Attributes:
+        path: The file.
+        threads: How many read.
+        block_bytes: Bytes of one read.
+        size_bytes: How much is read.
+        seconds: Of each turn, s.
+    """
+
+    path: Path
+    threads: int
+    block_bytes: int
+    size_bytes: int
+    seconds: list[float] = field(factory=list)
+
+    def __call__(self) -> None:
+        """Take a turn."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            self.seconds.extend(timed(_raw_reader(fd, self.size_bytes, self.threads, self.block_bytes), 1))
+        finally:
+            os.close(fd)
+
+
+def raw_readers(path: Path, size_bytes: int) -> list[RawReader]:
+    """Return readers with several numbers of threads and sizes of blocks."""
+    shapes = ((1, 16 * MIB), (4, 4 * MIB), (8, 4 * MIB), (16, MIB), (16, 2 * MIB), (16, 16 * MIB))
+    return [RawReader(path=path, threads=one, block_bytes=block, size_bytes=size_bytes) for one, block in shapes]
+
+
+class Raw(Protocol):
+    """A reader or writer that does nothing else."""
+
+    threads: int
+    block_bytes: int
+    size_bytes: int
+    seconds: list[float]
+
+
+def raw_rates(tried: Sequence[Raw]) -> dict[str, Any]:
+    """Return the best rate, the best median, and the rates of every one."""
+    rates = [(one, Rate.of(one.size_bytes, one.seconds)) for one in tried]
+    rows = [{"threads": one.threads, "block_bytes": one.block_bytes, **asdict(rate)} for one, rate in rates]
+    return {"best": max(row["best"] for row in rows), "median": max(row["median"] for row in rows), "rows": rows}
 
 
 def _raw_reader(fd: int, size_bytes: int, threads: int, block: int) -> Callable[[], object]:
     offsets = range(0, size_bytes - size_bytes % block or size_bytes, block)
 
     def read(share: range) -> None:
-        with mmap.mmap(-1, block) as buffer:
+        with mmap.mmap(-1, max(block, 2 * MIB), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as whole:
+            # A request into scattered 4 KiB pages has as many segments, and devices take few of them at a time.
+            whole.madvise(mmap.MADV_HUGEPAGE)
+            buffer = memoryview(whole)[:block]
             for offset in share:
                 os.preadv(fd, [buffer], offset)
+            buffer.release()
 
     def action() -> None:
         with ThreadPoolExecutor(threads) as pool:

@@ -8,7 +8,10 @@ Every capture ends with fdatasync; its time is in the rate, and beside it. The l
 (or memcpy), and what the same disk takes from a writer that does nothing else, fdatasync included. ``of_slower`` is our
 rate over the slower of the two. ``--profile`` writes the best setting as a policy.
 
-Keys of the JSON: ``machine``, ``limits``, ``places`` (``filesystem``, ``raw_write``, ``rows``, ``of_slower``).
+Settings and raw writers take turns, so that a disk which slows down in between is unfair to none.
+
+Keys of the JSON: ``machine``, ``limits``, ``places`` (``filesystem``, ``raw_write``, ``rows``, ``of_slower``: best over
+best, ``median_of_slower``: median over median).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import asdict
+from attrs import asdict, field, frozen
 
 from coldsnap import Policy
 from coldsnap.errors import ColdSnapError
@@ -33,17 +36,19 @@ from coldsnap.host.mounts import filesystem_of
 from coldsnap.policy import IO
 from coldsnap.transfer.backend import CaptureReceipt, Tuning
 from coldsnap.transfer.capture import CaptureBackendName, capture, packed
-from coldsnap.transfer.memory import HostMemory, MemoryProvider
+from coldsnap.transfer.memory import HostMemory, MemoryProvider, Region
 from coldsnap.transfer.native import NativeLibrary
 from measured import (  # type: ignore[import-not-found]  # beside this script
     MIB,
     Rate,
     common_arguments,
     draw,
+    in_turns,
     link_rates,
     machine,
     memcpy_rate,
     memory_of,
+    raw_rates,
     shown,
     table,
     timed,
@@ -53,33 +58,55 @@ EXTENT_BYTES = 64 * MIB
 VERIFICATIONS: tuple[Literal["none", "crc32"], ...] = ("none", "crc32")
 
 
-def raw_write_rate(path: Path, size_bytes: int, *, direct: bool, repeat: int) -> float:
-    """Write blocks of random bytes, preallocated, and fdatasync: what the disk takes. GB/s."""
-    rates = []
-    for threads, block in ((1, 16 * MIB), (4, 4 * MIB), (8, 4 * MIB)):
-        seconds = timed(_raw_writer(path, size_bytes, threads, block, direct=direct), repeat)
-        rates.append(Rate.of(size_bytes - size_bytes % block, seconds).best)
-    path.unlink()
-    return float(max(rates))
+@frozen(kw_only=True)
+class RawWriter:
+    """Writes blocks of random bytes into a preallocated file, and fdatasync: what the disk takes.
 
+    Attributes:
+        path: The file, removed after each turn.
+        threads: How many write.
+        block_bytes: Bytes of one write.
+        size_bytes: How much is written.
+        direct: Around the page cache.
+        seconds: Of each turn, s.
+    """
 
-def _raw_writer(path: Path, size_bytes: int, threads: int, block: int, *, direct: bool) -> Callable[[], None]:
-    buffer = mmap.mmap(-1, block)
-    buffer.write(os.urandom(block))
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0)
-    offsets = range(0, size_bytes - size_bytes % block, block)
+    path: Path
+    threads: int
+    block_bytes: int
+    size_bytes: int
+    direct: bool
+    seconds: list[float] = field(factory=list)
 
-    def action() -> None:
-        fd = os.open(path, flags, 0o600)
+    def __call__(self) -> None:
+        """Take a turn."""
+        with mmap.mmap(-1, self.block_bytes) as buffer:
+            buffer.write(os.urandom(self.block_bytes))
+            self.seconds.extend(timed(lambda: self._write(buffer), 1))
+        self.path.unlink()
+
+    def _write(self, buffer: mmap.mmap) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if self.direct else 0)
+        fd = os.open(self.path, flags, 0o600)
         try:
-            os.posix_fallocate(fd, 0, max(block, size_bytes))
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(lambda offset: os.pwritev(fd, [buffer], offset), offsets))
+            os.posix_fallocate(fd, 0, self.size_bytes)
+            with ThreadPoolExecutor(self.threads) as pool:
+                list(pool.map(lambda at: os.pwritev(fd, [buffer], at), range(0, self.size_bytes, self.block_bytes)))
             os.fdatasync(fd)
         finally:
             os.close(fd)
 
-    return action
+
+def raw_writers(directory: Path, size_bytes: int, *, direct: bool) -> list[RawWriter]:
+    """Return writers with several numbers of threads and sizes of blocks."""
+    path = directory / "coldsnap-qualify.raw"
+    shapes = ((1, 16 * MIB), (4, 4 * MIB), (8, 4 * MIB), (16, 2 * MIB))
+    return [
+        RawWriter(
+            path=path, threads=one, block_bytes=block, size_bytes=max(block, size_bytes // block * block), direct=direct
+        )
+        for one, block in shapes
+    ]
 
 
 def settings(options: argparse.Namespace) -> Iterator[tuple[CaptureBackendName, Tuning]]:
@@ -95,73 +122,96 @@ def settings(options: argparse.Namespace) -> Iterator[tuple[CaptureBackendName, 
                 yield backend, Tuning(chunk_bytes=chunk, queue_depth=depth, slice_bytes=part, threads=threads)
 
 
-def measure(
-    directory: Path, memory: MemoryProvider, library: NativeLibrary, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Run every setting in one directory."""
-    region = memory.allocate(options.bytes, tag="weights")
-    memory.copy_from_host(region.address, memoryview(os.urandom(min(options.bytes, EXTENT_BYTES))))
+class Trial:
+    """One setting in one directory: what it is, its turns, and what they gave."""
+
+    def __init__(
+        self, path: Path, parts: list[tuple[int, int]], memory: MemoryProvider, library: NativeLibrary, **row: Any
+    ) -> None:
+        self.path, self.memory, self.library = path, memory, library
+        self.sources = packed(parts, verification=row["verification"])
+        self.tuning: Tuning = row.pop("tuning")
+        self.row = row | asdict(self.tuning)
+        self.read_back: bool = self.row.pop("read_back")
+        self.seconds: list[float] = []
+        self.receipt: CaptureReceipt | None = None
+
+    def __call__(self) -> None:
+        """Take a turn, unless an earlier one found that this setting is not to be had here."""
+        if "unavailable" in self.row:
+            return
+        try:
+            self.seconds += timed(self._capture, 1)
+        except ColdSnapError as error:
+            self.row["unavailable"] = str(error)
+        self.path.unlink(missing_ok=True)
+
+    def _capture(self) -> None:
+        how = {"backend": self.row["backend"], "read_back": self.read_back, "tuning": self.tuning}
+        self.receipt = capture(self.path, self.sources, memory=self.memory, library=self.library, **how)
+
+    def result(self) -> dict[str, Any]:
+        """Return the row."""
+        if (receipt := self.receipt) is None:
+            return self.row
+        moved = sum(source.length for source in self.sources)
+        return {
+            **self.row,
+            **asdict(Rate.of(moved, self.seconds)),
+            "effective": receipt.effective,
+            "used_threads": receipt.threads,
+            "stages_ns": asdict(receipt.times),
+        }
+
+
+def trials(
+    directory: Path, region: Region, memory: MemoryProvider, library: NativeLibrary, options: argparse.Namespace
+) -> list[Trial]:
+    """Return everything that is tried in one directory."""
     parts = [
         (region.address + at, min(EXTENT_BYTES, options.bytes - at)) for at in range(0, options.bytes, EXTENT_BYTES)
     ]
-    path, rows = directory / "coldsnap-qualify.pack", []
-    for (backend, tuning), verification in itertools.product(settings(options), VERIFICATIONS):
-        sources = packed(parts, verification=verification)
-        receipts: list[CaptureReceipt] = []
-
-        def action(
-            backend: Any = backend, sources: Any = sources, tuning: Any = tuning, receipts: Any = receipts
-        ) -> None:
-            receipts.append(
-                capture(
-                    path,
-                    sources,
-                    memory=memory,
-                    library=library,
-                    backend=backend,
-                    read_back=options.read_back,
-                    tuning=tuning,
-                )
-            )
-
-        row: dict[str, Any] = {"backend": backend, "verification": verification} | asdict(tuning)
-        try:
-            row |= asdict(Rate.of(options.bytes, timed(action, options.repeat)))
-            row |= {"effective": receipts[-1].effective, "used_threads": receipts[-1].threads}
-            row["stages_ns"] = asdict(receipts[-1].times)
-        except ColdSnapError as error:
-            row["unavailable"] = str(error)
-        rows.append(row)
-        print(
-            "   ",
-            backend,
-            shown(tuning.chunk_bytes),
-            tuning.queue_depth,
-            verification,
-            row.get("best"),
-            file=sys.stderr,
+    path = directory / "coldsnap-qualify.pack"
+    return [
+        Trial(
+            path,
+            parts,
+            memory,
+            library,
+            backend=backend,
+            verification=verification,
+            tuning=tuning,
+            read_back=options.read_back,
         )
-        path.unlink(missing_ok=True)
-    memory.release([region])
-    return rows
+        for (backend, tuning), verification in itertools.product(settings(options), VERIFICATIONS)
+    ]
 
 
 def qualify(
     directory: Path, memory: MemoryProvider, library: NativeLibrary, options: argparse.Namespace, link: float
 ) -> dict[str, Any]:
-    """Measure one directory."""
+    """Measure one directory: every setting and the raw writers, in turns."""
     filesystem = filesystem_of(directory)
     print(f"{directory}: {filesystem.type}", file=sys.stderr)
-    rows = measure(directory, memory, library, options)
-    path = directory / "coldsnap-qualify.raw"
-    raw = raw_write_rate(path, options.bytes, direct=filesystem.kind == "local", repeat=options.repeat)
-    rates = [row["best"] for row in rows if "best" in row and row["verification"] == "none"]
+    region = memory.allocate(options.bytes, tag="weights")
+    memory.copy_from_host(region.address, memoryview(os.urandom(min(options.bytes, EXTENT_BYTES))))
+    tried = trials(directory, region, memory, library, options)
+    writers = raw_writers(directory, options.bytes, direct=filesystem.kind == "local")
+    in_turns([*writers, *tried], options.repeat)
+    memory.release([region])
+    rows, raw = [trial.result() for trial in tried], raw_rates(writers)
+    for row in rows:
+        chunk = f"{shown(row['chunk_bytes'])}x{row['queue_depth']}"
+        print("   ", row["backend"], chunk, row["verification"], row.get("best"), file=sys.stderr)
+    unverified = [row for row in rows if "best" in row and row["verification"] == "none"]
+    best, median = (max((row[name] for row in unverified), default=None) for name in ("best", "median"))
     return {
         "directory": str(directory),
         "filesystem": filesystem.type,
         "raw_write": raw,
         "rows": rows,
-        "of_slower": max(rates) / min(raw, link) if rates else None,
+        "of_slower": best and best / min(raw["best"], link),
+        "median_of_slower": median and median / min(raw["median"], link),
     }
 
 
@@ -188,10 +238,10 @@ def report(result: dict[str, Any]) -> str:
             ]
             for row in measured[:12]
         ]
-        lines += ["", f"{place['directory']} ({place['filesystem']}): raw write {place['raw_write']:.1f} GB/s"]
+        lines += ["", f"{place['directory']} ({place['filesystem']}): raw write {place['raw_write']['best']:.1f} GB/s"]
         lines.append(table(cells, titles))
         lines += [f"{row['backend']}: {row['unavailable']}" for row in place["rows"] if "unavailable" in row]
-        lines += [f"of_slower: {place['of_slower']:.2f}"] if place["of_slower"] else []
+        lines += [f"{name}: {place[name]:.2f}" for name in ("of_slower", "median_of_slower") if place[name]]
     return "\n".join(lines)
 
 

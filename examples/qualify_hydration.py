@@ -31,7 +31,7 @@ from attrs import asdict, evolve
 
 from coldsnap.errors import ColdSnapError
 from coldsnap.host.mounts import filesystem_of
-from coldsnap.transfer.backend import BackendName, FileExtent, Tuning
+from coldsnap.transfer.backend import BackendName, FileExtent, HydrationReceipt, Tuning
 from coldsnap.transfer.hydrate import hydrate, opened
 from coldsnap.transfer.memory import HostMemory, MemoryProvider, Region
 from coldsnap.transfer.native import NativeLibrary
@@ -41,12 +41,14 @@ from measured import (  # type: ignore[import-not-found]  # beside this script
     Rate,
     common_arguments,
     evict,
+    in_turns,
     link_rates,
     machine,
     make_safetensors,
     memcpy_rate,
     memory_of,
-    raw_direct_rate,
+    raw_rates,
+    raw_readers,
     shown,
     size,
     timed,
@@ -133,58 +135,88 @@ def settings(options: argparse.Namespace) -> Iterator[tuple[BackendName, Tuning]
                 )
 
 
-def measure(place: Place, options: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
-    """Run every setting on one place with a cold or a hot page cache."""
+class Trial:
+    """One setting on one place: what it is, its turns, and what they gave."""
+
+    def __init__(
+        self, place: Place, row: dict[str, Any], backend: BackendName, tuning: Tuning, size_bytes: int
+    ) -> None:
+        self.place, self.backend, self.tuning = place, backend, tuning
+        self.row = {**row, "backend": backend, **asdict(tuning)}
+        self.extents = place.upto(size_bytes, verified=row["verification"] != "none")
+        self.before = (lambda: evict(place.path)) if row["cache"] == "cold" else place.make_hot
+        self.seconds: list[float] = []
+        self.receipt: HydrationReceipt | None = None
+
+    def __call__(self) -> None:
+        """Take a turn, unless an earlier one found that this setting is not to be had here."""
+        if "unavailable" in self.row:
+            return
+        try:
+            self.seconds += timed(self._hydrate, 1, self.before)
+        except ColdSnapError as error:
+            self.row["unavailable"] = str(error)
+
+    def _hydrate(self) -> None:
+        self.receipt = hydrate(
+            self.place.path,
+            self.extents,
+            memory=self.place.memory,
+            library=self.place.library,
+            backend=self.backend,
+            preverified=self.backend == "gds",
+            tuning=self.tuning,
+        )
+
+    def result(self) -> dict[str, Any]:
+        """Return the row, after what arrived last was compared with the file."""
+        if (receipt := self.receipt) is None:
+            return self.row
+        self.place.check()
+        return {
+            **self.row,
+            **asdict(Rate.of(receipt.bytes, self.seconds)),
+            "effective": receipt.effective,
+            "used_access": receipt.access,
+            "used_threads": receipt.threads,
+            "used_slice_bytes": receipt.slice_bytes,
+            "ring_bytes": receipt.ring_bytes,
+            "stages_ns": asdict(receipt.times),
+        }
+
+
+def trials(place: Place, options: argparse.Namespace, cache: str) -> list[Trial]:
+    """Return everything that is tried on one place with a cold or a hot page cache."""
     size_bytes = min(options.bytes, options.cold_bytes) if cache == "cold" else options.bytes
-    before = (lambda: evict(place.path)) if cache == "cold" else place.make_hot
+    return [
+        Trial(place, {"cache": cache, "verification": verification}, backend, tuning, size_bytes)
+        for backend, tuning in settings(options)
+        if cache == "hot" or (tuning.access != "register" and backend != "python")
+        for verification in options.verifications
+        if verification != "crc32" or backend != "gds"
+    ]
+
+
+def measure_hot(place: Place, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run every setting out of the page cache, one after the other: each keeps its ring and the caches warm."""
     rows = []
-    for backend, tuning in settings(options):
-        if cache == "cold" and (tuning.access == "register" or backend == "python"):
-            continue
-        for verification in options.verifications:
-            if verification == "crc32" and backend == "gds":
-                continue
-            extents = place.upto(size_bytes, verified=verification != "none")
-            row: dict[str, Any] = {"cache": cache, "backend": backend, "verification": verification}
-            row |= asdict(tuning)
-            rows.append(row | _row(place, backend, tuning, extents, before=before, repeat=options.repeat))
-            progress(rows[-1])
+    for trial in trials(place, options, "hot"):
+        in_turns([trial], options.repeat)
+        rows.append(trial.result())
+        progress(rows[-1])
     return rows
 
 
-def _row(
-    place: Place, backend: BackendName, tuning: Tuning, extents: list[FileExtent], *, before: Any, repeat: int
-) -> dict[str, Any]:
-    receipts = []
-
-    def action() -> None:
-        receipts.append(
-            hydrate(
-                place.path,
-                extents,
-                memory=place.memory,
-                library=place.library,
-                backend=backend,
-                preverified=backend == "gds",
-                tuning=tuning,
-            )
-        )
-
-    try:
-        seconds = timed(action, repeat, before)
-    except ColdSnapError as error:
-        return {"unavailable": str(error)}
-    place.check()
-    receipt = receipts[-1]
-    return {
-        **asdict(Rate.of(receipt.bytes, seconds)),
-        "effective": receipt.effective,
-        "used_access": receipt.access,
-        "used_threads": receipt.threads,
-        "used_slice_bytes": receipt.slice_bytes,
-        "ring_bytes": receipt.ring_bytes,
-        "stages_ns": asdict(receipt.times),
-    }
+def measure_cold(place: Place, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run every setting and the raw readers from the disk, in turns; return their rows and the raw rates."""
+    tried = trials(place, options, "cold")
+    readers = raw_readers(place.path, min(options.bytes, options.cold_bytes))
+    evict(place.path)  # of the raw readers' first turn; the others take their pages out of the cache themselves
+    in_turns([*readers, *tried], options.repeat)
+    rows = [trial.result() for trial in tried]
+    for row in rows:
+        progress(row)
+    return rows, raw_rates(readers)
 
 
 def progress(row: dict[str, Any]) -> None:
@@ -262,16 +294,12 @@ def qualify(
         result["host"] = (
             None if options.skip_host or "hot" not in options.caches else host_ratio(place, library, options)
         )
-        # Pages of a memory filesystem cannot be dropped.
-        caches = [cache for cache in options.caches if cache == "hot" or place.filesystem.kind != "memory"]
-        for cache in caches:
-            result["rows"] += measure(place, options, cache)
-            if options.compare:
-                result["rivals"] += compare(place, options, cache)
-        if "cold" in caches:
-            evict(place.path)
-            wanted = min(options.bytes, options.cold_bytes)
-            result["raw_direct"] = raw_direct_rate(place.path, wanted, repeat=options.repeat)
+        if "cold" in options.caches and place.filesystem.kind != "memory":  # pages of a memory filesystem stay
+            result["rows"], result["raw_direct"] = measure_cold(place, options)
+            result["rivals"] += compare(place, options, "cold") if options.compare else []
+        if "hot" in options.caches:
+            result["rows"] += measure_hot(place, options)
+            result["rivals"] += compare(place, options, "hot") if options.compare else []
         return result
     finally:
         place.close()

@@ -31,21 +31,19 @@ void check_extents(std::span<const coldsnap_io_extent> extents, uint64_t size) {
   }
 }
 
-uint64_t slice_bytes(const coldsnap_io_options& options, bool host) {
+uint64_t slice_bytes(const coldsnap_io_options& options, bool host, bool disk) {
   uint64_t chosen = kReadSlice;
   if (options.access == COLDSNAP_IO_ACCESS_REGISTER) chosen = kRegisterSlice;
-  const bool buffered = options.backend != COLDSNAP_IO_DIRECT && options.backend != COLDSNAP_IO_GDS;
-  // Into host memory there is no stage, and every unmapping interrupts all processors: the fewer the better.
-  if (host && buffered) chosen = round_down(kHostWindow / (options.threads ? options.threads : usable_processors()));
+  // Out of the page cache into host memory there is no stage, and every unmapping interrupts all processors: the fewer the
+  // better. A disk is asked in small pieces: large ones keep it waiting between two of a thread.
+  if (host && !disk) chosen = round_down(kHostWindow / (options.threads ? options.threads : usable_processors()));
   return std::min(options.slice_bytes ? options.slice_bytes : std::max(chosen, kReadSlice), options.chunk_bytes);
 }
 
-unsigned wanted_threads(const coldsnap_io_options& options, const Source& source, const Layout& layout) {
+unsigned wanted_threads(const coldsnap_io_options& options, bool disk) {
   if (options.threads) return options.threads;
   const unsigned processors = std::min(usable_processors(), kMostThreads);
-  const bool waits_for_disk = options.backend == COLDSNAP_IO_GDS || options.backend == COLDSNAP_IO_DIRECT ||
-                              (source.direct() && !source.seems_resident(layout));
-  return waits_for_disk ? std::max(processors, kDirectThreads) : processors;
+  return disk ? std::max(processors, kDirectThreads) : processors;
 }
 
 Shape make_shape(const coldsnap_io_options& options, uint64_t slice, unsigned threads, uint64_t slices) {
@@ -96,11 +94,12 @@ std::vector<coldsnap_io_range> hydrate(int fd, std::span<const coldsnap_io_exten
   const bool host = options.cuda_device == COLDSNAP_IO_HOST || (options.flags & COLDSNAP_IO_DISCARD);
   Source source(fd, options, host);
   check_extents(extents, source.size());
-  const uint64_t slice = slice_bytes(options, host);
+  const bool disk = source.waits_for_disk(extents);
+  const uint64_t slice = slice_bytes(options, host, disk);
   const Layout layout = make_layout(extents, {.slice_bytes = slice, .gap_bytes = kGap});
   Digests digests(extents, layout);
   Hydration hydration{options, layout, source, digests, {}};
-  const Shape shape = make_shape(options, slice, wanted_threads(options, source, layout), layout.tasks.size());
+  const Shape shape = make_shape(options, slice, wanted_threads(options, disk), layout.tasks.size());
   result.initialization_ns = now_ns() - began;
 
   Spent spent;

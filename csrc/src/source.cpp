@@ -144,12 +144,17 @@ void Source::read(const std::vector<coldsnap_io_range>& parts, uint8_t* to) cons
   }
 }
 
-bool Source::seems_resident(const Layout& layout) const {
-  const uint64_t step = std::max<uint64_t>(1, layout.slices.size() / kResidencyProbes);
+bool Source::waits_for_disk(std::span<const coldsnap_io_extent> extents) const {
+  if (backend_ == COLDSNAP_IO_DIRECT || backend_ == COLDSNAP_IO_GDS) return true;
+  if (!direct_) return false;
+  const size_t step = std::max<size_t>(1, extents.size() / kResidencyProbes);
+  const uint64_t probes = std::max<uint64_t>(1, kResidencyProbes / std::max<size_t>(1, extents.size()));
   uint64_t asked = 0, held = 0;
-  for (uint64_t i = 0; i < layout.slices.size(); i += step, ++asked)
-    held += resident_pages(fd_, layout.slices[i].start, 1).value_or(0);
-  return 2 * held >= asked;
+  for (size_t i = 0; i < extents.size(); i += step) {
+    for (uint64_t probe = 0; probe < probes && extents[i].length; ++probe, ++asked)
+      held += resident_pages(fd_, extents[i].file_offset + extents[i].length / probes * probe, 1).value_or(0);
+  }
+  return 2 * held < asked;
 }
 
 std::vector<coldsnap_io_range> joined(std::vector<coldsnap_io_range> ranges) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "coldsnap_io.h"
@@ -58,8 +59,9 @@ class Source {
   // Read the parts of a slice; `to` is where the slice's first byte goes. For direct parts it must be congruent to the
   // file offset modulo a page.
   void read(const std::vector<coldsnap_io_range>& parts, uint8_t* to) const;
-  // Whether the page cache seems to hold most of these slices: a few are asked.
-  bool seems_resident(const Layout& layout) const;
+  // Whether the disk is what these extents wait for: they go around the page cache, or it seems not to hold most of them (a
+  // few places are asked).
+  bool waits_for_disk(std::span<const coldsnap_io_extent> extents) const;
 
  private:
   void prepare_access(const coldsnap_io_options& options, bool to_host);
