@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define COLDSNAP_IO_ABI 1
+#define COLDSNAP_IO_ABI 2
 #define COLDSNAP_IO_API __attribute__((visibility("default")))
 #define COLDSNAP_IO_NO_EXTENT UINT64_MAX
 #define COLDSNAP_IO_HOST (-1) /* cuda_device of a transfer whose addresses are host memory */
@@ -143,6 +143,11 @@ typedef struct {
   uint64_t registered_bytes; /* of them page-locked for the driver */
 } coldsnap_io_statistics;
 
+typedef struct {
+  uint64_t file_offset; /* of its first byte */
+  uint64_t pattern;     /* index */
+} coldsnap_io_match;
+
 COLDSNAP_IO_API uint32_t coldsnap_io_abi_version(void);
 
 /* The calling thread's last failure; valid until its next call. */
@@ -179,6 +184,13 @@ COLDSNAP_IO_API int coldsnap_io_residency(int fd, uint64_t offset, uint64_t leng
 COLDSNAP_IO_API uint32_t coldsnap_io_crc32(uint32_t crc, const void* data, uint64_t length);
 COLDSNAP_IO_API uint32_t coldsnap_io_crc32_combine(uint32_t first, uint32_t second, uint64_t second_length);
 COLDSNAP_IO_API void coldsnap_io_sha256(const void* data, uint64_t length, uint8_t digest[32]);
+
+/* Find every place in [offset, offset + length) of a file where one of `count` (1..1024) different patterns begins, at any byte;
+ * each has pattern_bytes (64..4096) bytes, one after the other. A pattern may reach beyond the range, not beyond the file, so that
+ * ranges beside each other find everything once. The first `capacity` matches are stored, in file order; *found counts all. */
+COLDSNAP_IO_API int coldsnap_io_search(int fd, uint64_t offset, uint64_t length, const void* patterns, uint64_t count,
+                                       uint64_t pattern_bytes, coldsnap_io_match* matches, uint64_t capacity,
+                                       uint64_t* found);
 
 /* Copy between host addresses with as many threads; what a transfer into host memory is measured against. */
 COLDSNAP_IO_API int coldsnap_io_memcpy(void* destination, const void* source, uint64_t length, uint32_t threads);

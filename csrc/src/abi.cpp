@@ -12,6 +12,7 @@
 #include "gds.hpp"
 #include "hydrate.hpp"
 #include "ring.hpp"
+#include "search.hpp"
 #include "workers.hpp"
 
 namespace {
@@ -133,6 +134,15 @@ void coldsnap_io_sha256(const void* data, uint64_t length, uint8_t digest[32]) {
   Sha256 sum;
   sum.update(data, length);
   std::ranges::copy(sum.finish(), digest);
+}
+
+int coldsnap_io_search(int fd, uint64_t offset, uint64_t length, const void* patterns, uint64_t count, uint64_t pattern_bytes,
+                       coldsnap_io_match* matches, uint64_t capacity, uint64_t* found) {
+  return guarded([&] {
+    const auto all = search(fd, offset, length, static_cast<const uint8_t*>(patterns), count, pattern_bytes);
+    std::copy_n(all.begin(), std::min<uint64_t>(all.size(), capacity), matches);
+    *found = all.size();
+  });
 }
 
 int coldsnap_io_memcpy(void* destination, const void* source, uint64_t length, uint32_t threads) {

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -205,6 +206,29 @@ void captures_come_back(std::mt19937_64& random) {
   }
 }
 
+void every_pattern_is_found(std::mt19937_64& random) {
+  const uint64_t size = 64 + random() % 40;
+  Bytes patterns(size * (1 + random() % 5)), bytes = content(random() % 400'000, random);
+  for (auto& byte : patterns) byte = static_cast<uint8_t>(random() % 2);
+  const uint64_t count = patterns.size() / size;
+  for (int turn = 0; turn < 20 && bytes.size() > size; ++turn)
+    std::memcpy(bytes.data() + random() % (bytes.size() - size + 1), patterns.data() + random() % count * size, size);
+  std::vector<coldsnap_io_match> expected, found(64), part(64);
+  for (uint64_t at = 0; at + size <= bytes.size(); ++at)
+    for (uint64_t i = 0; i < count; ++i)
+      if (!std::memcmp(bytes.data() + at, patterns.data() + i * size, size)) expected.push_back({at, i});
+  const int fd = file_with(bytes, "searched");
+  const uint64_t half = bytes.size() ? random() % bytes.size() : 0;
+  uint64_t first = 0, second = 0;
+  REQUIRE(coldsnap_io_search(fd, 0, half, patterns.data(), count, size, found.data(), 64, &first) == COLDSNAP_IO_OK);
+  REQUIRE(coldsnap_io_search(fd, half, bytes.size() - half, patterns.data(), count, size, part.data(), 64, &second) == COLDSNAP_IO_OK);
+  REQUIRE(first + second == expected.size());
+  std::copy_n(part.begin(), second, found.begin() + static_cast<long>(first));
+  for (size_t i = 0; i < expected.size(); ++i)
+    REQUIRE(found[i].file_offset == expected[i].file_offset && found[i].pattern == expected[i].pattern);
+  close(fd);
+}
+
 void nothing_is_left() {
   long counts[8];
   coldsnap_io_release();
@@ -227,6 +251,7 @@ int main(int count, char** arguments) {
     every_way_delivers(random, "one");
     failures_are_named(random);
     captures_come_back(random);
+    every_pattern_is_found(random);
   }
   std::vector<std::thread> threads;
   for (uint64_t seed = 0; seed < 3; ++seed)

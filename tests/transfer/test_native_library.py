@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from native_build import ROOT
 
 from coldsnap.errors import NativeError
-from coldsnap.transfer import native
+from coldsnap.transfer import interface, native
 from coldsnap.transfer.native import NativeLibrary
 
 HEADER = ROOT / "csrc" / "include" / "coldsnap_io.h"
@@ -77,13 +77,13 @@ def compiled(source, target, *flags):
 
 
 def test_a_library_of_another_interface_is_refused(tmp_path):
-    names = [f"coldsnap_io_{name}" for name in native._SIGNATURES if name != "abi_version"]
+    names = [f"coldsnap_io_{name}" for name in interface.SIGNATURES if name != "abi_version"]
     functions = "".join(f"void {name}(void) {{}}\n" for name in names)
     path = compiled(
-        "int coldsnap_io_abi_version(void) { return 2; }\n" + functions, tmp_path / "other.so", "-shared", "-fPIC"
+        "int coldsnap_io_abi_version(void) { return 1; }\n" + functions, tmp_path / "other.so", "-shared", "-fPIC"
     )
 
-    with pytest.raises(NativeError, match="has interface version 2"):
+    with pytest.raises(NativeError, match="has interface version 1"):
         NativeLibrary.load(path)
 
 
@@ -100,12 +100,13 @@ def test_the_packaged_library_is_found_or_its_absence_explained():
 def test_structures_are_laid_out_as_the_header_says(tmp_path):
     """The header is plain C, and ctypes sees the same fields at the same places."""
     pairs = {
-        "extent": native._Extent,
-        "options": native._Options,
-        "range": native._Range,
-        "result": native._Result,
-        "error": native._Error,
-        "statistics": native._Statistics,
+        "extent": interface.Extent,
+        "options": interface.Options,
+        "range": interface.Range,
+        "result": interface.Result,
+        "error": interface.Error,
+        "statistics": interface.Statistics,
+        "match": interface.Match,
     }
     lines = []
     for name, structure in pairs.items():
@@ -138,7 +139,7 @@ def test_only_the_interface_is_exported(built):
         line.split()[-1].split("@")[0] for line in symbols(built / "libcoldsnap_io.so", "--defined-only").splitlines()
     }
 
-    assert exported - {"COLDSNAP_IO_1"} == {f"coldsnap_io_{name}" for name in native._SIGNATURES}
+    assert exported - {"COLDSNAP_IO_1"} == {f"coldsnap_io_{name}" for name in interface.SIGNATURES}
 
 
 def test_nothing_but_the_c_library_is_needed(built):

@@ -1,13 +1,14 @@
 """The native library: found, checked, loaded, and called with Python's own objects.
 
-The one rule: this is the only module that touches ctypes. A library is hashed before it is loaded, and what is
-loaded is the file that was hashed.
+The one rule: this module and its ``interface`` are the only ones that touch ctypes. A library is hashed before it is
+loaded, and what is loaded is the file that was hashed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.resources
 import itertools
@@ -29,11 +30,11 @@ from coldsnap.transfer.backend import (
     Source,
     Tuning,
 )
-from coldsnap.transfer.outcome import ACCESSES, BACKENDS, STAGES, capture_receipt, hydration_receipt
+from coldsnap.transfer.interface import ABI, SIGNATURES, Extent, Match, Options, Range, Result, Statistics
+from coldsnap.transfer.outcome import ACCESSES, BACKENDS, capture_receipt, hydration_receipt
 
-__all__ = ["ABI", "NativeLibrary", "RingStatistics", "address_of", "view_of"]
+__all__ = ["ABI", "NativeLibrary", "RingStatistics", "address_of", "packaged", "view_of"]
 
-ABI = 1
 LIBRARY_NAME = "libcoldsnap_io.so"
 HOST = -1
 _NO_EXTENT = (1 << 64) - 1
@@ -47,76 +48,6 @@ _MISMATCH = 7
 _loads = itertools.count()
 
 
-class _Extent(ctypes.Structure):
-    _fields_ = (
-        ("file_offset", ctypes.c_uint64),
-        ("address", ctypes.c_uint64),
-        ("length", ctypes.c_uint64),
-        ("verify", ctypes.c_uint32),
-        ("crc32", ctypes.c_uint32),
-        ("sha256", ctypes.c_uint8 * 32),
-    )
-
-
-class _Options(ctypes.Structure):
-    _fields_ = (
-        ("abi", ctypes.c_uint32),
-        ("backend", ctypes.c_uint32),
-        ("access", ctypes.c_uint32),
-        ("queue_depth", ctypes.c_uint32),
-        ("chunk_bytes", ctypes.c_uint64),
-        ("slice_bytes", ctypes.c_uint64),
-        ("threads", ctypes.c_uint32),
-        ("cuda_device", ctypes.c_int32),
-        ("flags", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    )
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (
-        ("file_offset", ctypes.c_uint64),
-        ("length", ctypes.c_uint64),
-        ("backend", ctypes.c_uint32),
-        ("reason", ctypes.c_uint32),
-    )
-
-
-_COUNTS = ("bytes", "buffered_bytes", "direct_bytes", "edge_bytes", "file_bytes", "verified_extents", "slices")
-_SIZES = ("slice_bytes", "ring_bytes", "range_count")
-
-
-class _Result(ctypes.Structure):
-    _fields_ = (
-        ("abi", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        *((name, ctypes.c_uint64) for name in _COUNTS + _SIZES),
-        ("access", ctypes.c_uint32),
-        ("direct_errno", ctypes.c_int32),
-        ("reason", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        *((name, ctypes.c_uint64) for name in STAGES),
-        ("file_sha256", ctypes.c_uint8 * 32),
-    )
-
-
-class _Error(ctypes.Structure):
-    _fields_ = (
-        ("status", ctypes.c_uint32),
-        ("os_error", ctypes.c_int32),
-        ("driver_error", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
-        ("extent", ctypes.c_uint64),
-        ("message", ctypes.c_char * 512),
-        ("expected", ctypes.c_char * 80),
-        ("actual", ctypes.c_char * 80),
-    )
-
-
-class _Statistics(ctypes.Structure):
-    _fields_ = (("ring_bytes", ctypes.c_uint64), ("registered_bytes", ctypes.c_uint64))
-
-
 @frozen(kw_only=True)
 class RingStatistics:
     """What the library holds between transfers.
@@ -128,30 +59,6 @@ class RingStatistics:
 
     ring_bytes: int
     registered_bytes: int
-
-
-_INT, _U32, _I32, _U64, _TEXT, _AT = (
-    *(ctypes.c_int, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64),
-    *(ctypes.c_char_p, ctypes.c_void_p),
-)
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "abi_version": (_U32, []),
-    "last_error": (ctypes.POINTER(_Error), []),
-    "load_cuda": (_INT, [_TEXT]),
-    "load_cufile": (_INT, [_TEXT]),
-    "hydrate_available": (_INT, [_U32, _I32]),
-    "capture_available": (_INT, [_U32, _I32]),
-    "probe_gds": (_INT, [_INT, _I32]),
-    "hydrate": (_INT, [_INT, _AT, _U64, _AT, _AT, _AT, _U64]),
-    "capture": (_INT, [_INT, _AT, _U64, _AT, _AT]),
-    "residency": (_INT, [_INT, _U64, _U64, _U64, _AT, _U64]),
-    "crc32": (_U32, [_U32, _AT, _U64]),
-    "crc32_combine": (_U32, [_U32, _U32, _U64]),
-    "sha256": (None, [_AT, _U64, _AT]),
-    "memcpy": (_INT, [_AT, _AT, _U64, _U32]),
-    "read_statistics": (None, [_AT]),
-    "release": (_INT, []),
-}
 
 
 def address_of(buffer: memoryview) -> int:
@@ -220,7 +127,7 @@ class NativeLibrary:
                 # The very file that was hashed, whatever its name leads to by now. glibc answers a name that it has
                 # loaded before with what was there then, so no name is used twice.
                 library = ctypes.CDLL(f"/proc/self/fd/{'./' * next(_loads)}{fd}")
-                for name, (result, arguments) in _SIGNATURES.items():
+                for name, (result, arguments) in SIGNATURES.items():
                     function = getattr(library, f"coldsnap_io_{name}")
                     function.restype, function.argtypes = result, arguments
             except (OSError, AttributeError) as error:
@@ -294,8 +201,8 @@ class NativeLibrary:
         flags = _DISCARD | (0 if job.direct_open else _NO_DIRECT_OPEN)
         return self._read(job, self._options(job.tuning, job.requested, flags, HOST), "verifying")
 
-    def _read(self, job: HydrationJob, options: _Options, what: str) -> HydrationReceipt:
-        result, ranges = _Result(), (_Range * RANGES_KEPT)()
+    def _read(self, job: HydrationJob, options: Options, what: str) -> HydrationReceipt:
+        result, ranges = Result(), (Range * RANGES_KEPT)()
         status = self._library.coldsnap_io_hydrate(
             job.fd,
             _extents(job.extents),
@@ -313,15 +220,15 @@ class NativeLibrary:
         sources = _sources(job.sources)
         flags = _PAD * job.pad + _FILE_SHA256 * job.file_sha256 + _READ_BACK * job.read_back
         options = self._options(job.tuning, job.requested, flags)
-        result = _Result()
+        result = Result()
         status = self._library.coldsnap_io_capture(
             job.fd, sources, len(job.sources), ctypes.byref(options), ctypes.byref(result)
         )
         self._check(status, f"capturing to {job.path}", job.path)
         return capture_receipt(job, result, list(sources))
 
-    def _options(self, tuning: Tuning, backend: str, flags: int, device: int | None = None) -> _Options:
-        return _Options(
+    def _options(self, tuning: Tuning, backend: str, flags: int, device: int | None = None) -> Options:
+        return Options(
             abi=ABI,
             backend=BACKENDS.index(backend),
             access=ACCESSES.index(tuning.access),
@@ -361,13 +268,43 @@ class NativeLibrary:
         self._library.coldsnap_io_sha256(address_of(data) if data.nbytes else 0, data.nbytes, digest)
         return bytes(digest)
 
+    def search(
+        self, fd: int, path: str, offset: int, length: int, patterns: Sequence[bytes]
+    ) -> tuple[tuple[int, int], ...]:
+        """Find pieces of memory in a range of a file, at any byte.
+
+        Args:
+            fd: Open for reading.
+            path: For errors.
+            offset: First byte where a pattern may begin.
+            length: Bytes after it where one may begin; a pattern may reach beyond them, not beyond the file.
+            patterns: At most 1024 different ones, all of one size of 64 to 4096 bytes.
+
+        Returns:
+            File offset and index of the pattern of every place, in file order.
+
+        Raises:
+            NativeError: The file cannot be read, or is shorter.
+        """
+        joined, found, capacity = b"".join(patterns), ctypes.c_uint64(0), 1024
+        while True:
+            matches = (Match * capacity)()
+            status = self._library.coldsnap_io_search(
+                *(fd, offset, length, joined, len(patterns), len(patterns[0]) if patterns else 0),
+                *(matches, capacity, ctypes.byref(found)),
+            )
+            self._check(status, f"searching {path}")
+            if found.value <= capacity:
+                return tuple((match.file_offset, match.pattern) for match in matches[: found.value])
+            capacity = found.value
+
     def memcpy(self, destination: int, source: int, length: int, threads: int) -> None:
         """Copy between host addresses with so many threads."""
         self._check(self._library.coldsnap_io_memcpy(destination, source, length, threads), "copying")
 
     def statistics(self) -> RingStatistics:
         """Return what the library holds now."""
-        statistics = _Statistics()
+        statistics = Statistics()
         self._library.coldsnap_io_read_statistics(ctypes.byref(statistics))
         return RingStatistics(ring_bytes=statistics.ring_bytes, registered_bytes=statistics.registered_bytes)
 
@@ -376,8 +313,18 @@ class NativeLibrary:
         self._check(self._library.coldsnap_io_release(), "releasing the ring")
 
 
+@functools.cache
+def packaged() -> NativeLibrary | None:
+    """Load the library of this installation, once; ``None`` where there is none (a source tree never built).
+
+    For work whose result is the same without it.
+    """
+    present = importlib.resources.files("coldsnap.transfer").joinpath(LIBRARY_NAME).is_file()
+    return NativeLibrary.load() if present else None
+
+
 def _extents(extents: Sequence[FileExtent]) -> Any:
-    array = (_Extent * len(extents))()
+    array = (Extent * len(extents))()
     for native, extent in zip(array, extents, strict=True):
         native.file_offset, native.address, native.length = extent.file_offset, extent.address, extent.length
         if extent.crc32 is not None:
@@ -388,7 +335,7 @@ def _extents(extents: Sequence[FileExtent]) -> Any:
 
 
 def _sources(sources: Sequence[Source]) -> Any:
-    array = (_Extent * len(sources))()
+    array = (Extent * len(sources))()
     for native, source in zip(array, sources, strict=True):
         native.file_offset, native.address, native.length = source.file_offset, source.address, source.length
         native.verify = _VERIFY[source.verification]
