@@ -2,8 +2,10 @@
 
 Replaced is the lowest layer alone: the extension with ``create_and_map`` and ``unmap_and_release``, the runtime
 library, and the few functions of torch that need a device. Everything above runs as it is: vLLM's ``cumem.py``, its
-tables, and the code under test. It is as strict as a driver: what has no backing cannot be touched, mapping twice fails, new memory
-holds garbage, and a call on the wrong device is refused.
+tables, and the code under test.
+
+The one rule: it is as strict as a driver. What has no backing cannot be touched, mapping twice fails, new memory holds
+garbage, and a call on the wrong device is refused.
 """
 
 import ctypes
