@@ -1,56 +1,32 @@
 """The contract with vLLM: by structure, on source files, for any tree."""
 
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from coldsnap.engines.vllm import contract
 from coldsnap.errors import ContractError
 
-FLAGS = ("stream", "ignore_eos", "return_token_ids")
+sys.path.insert(0, str(Path(__file__).parent))
+from contract_outline import outline, plant  # noqa: E402
+
+LLM = "v1.engine.async_llm"
 
 
 @pytest.fixture
 def tree(tmp_path):
     """A vLLM of outlines that meets the contract."""
-    for requirement in contract.CONTRACT:
-        path = tmp_path.joinpath(*requirement.module.split(".")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    write(tmp_path, "plugins", "def load_general_plugins(): ...")
-    for module, head in (
-        ("engine.arg_utils", "class EngineArgs:\n    def __post_init__(self): load_general_plugins()"),
-        ("v1.engine.core", "class EngineCore:\n    def __init__(self): load_general_plugins()"),
-        ("v1.worker.worker_base", "class WorkerWrapperBase:\n    def init_worker(self): load_general_plugins()"),
-        ("v1.engine.output_processor", "class OutputProcessor:\n    def get_num_unfinished_requests(self): ..."),
-        (
-            "entrypoints.openai.completion.protocol",
-            "class CompletionRequest:\n"
-            + "".join(f"    {field}: int\n" for field in ("prompt", "max_tokens", "temperature", "seed", *FLAGS)),
-        ),
-        ("v1.engine.async_llm", ASYNC_LLM),
-    ):
-        write(tmp_path, module, head)
+    plant(tmp_path, contract.CONTRACT)
     return tmp_path
 
 
-ASYNC_LLM = """
-class AsyncLLM:
-    def __init__(self, vllm_config, executor_class): ...
-    async def add_request(self, request_id, prompt, params): ...
-    async def generate(self): await self.add_request()
-    async def encode(self): await self.add_request()
-    async def pause_generation(self, *, mode, clear_cache): ...
-    async def resume_generation(self): ...
-    async def is_paused(self): ...
-    async def reset_prefix_cache(self): ...
-    @property
-    def errored(self): ...
-"""
-
-
-def write(tree, module, text):
-    tree.joinpath(*module.split(".")).with_suffix(".py").write_text(textwrap.dedent(text))
+def change(tree, module, before, after):
+    path = tree.joinpath(*module.split(".")).with_suffix(".py")
+    source = path.read_text()
+    assert before in source
+    path.write_text(source.replace(before, after))
 
 
 def test_a_tree_that_has_everything_meets_the_contract_whatever_its_version(tree):
@@ -64,17 +40,13 @@ def test_a_tree_that_has_everything_meets_the_contract_whatever_its_version(tree
     [
         ("async def resume_generation", "async def go_on", "resume_generation does not exist"),
         ("async def is_paused", "def is_paused", "is_paused is not a coroutine"),
-        ("*, mode, clear_cache", "*, how", "pause_generation does not take clear_cache, mode"),
-        (
-            "async def generate(self): await self.add_request()",
-            "async def generate(self): ...",
-            "does not call add_req",
-        ),
+        ("*, clear_cache, mode", "*, how", "pause_generation does not take clear_cache, mode"),
+        ("self.add_request()", "...", "does not call add_request"),
         ("class AsyncLLM", "class Engine", "AsyncLLM.__init__ does not exist"),
     ],
 )
 def test_what_changed_is_named_with_what_it_is_for(tree, before, after, told):
-    write(tree, "v1.engine.async_llm", ASYNC_LLM.replace(before, after))
+    change(tree, LLM, before, after)
     report = contract.report(tree, version="99.0")
     assert any(told in line for line in report.missing)
     with pytest.raises(ContractError, match="vLLM 99.0") as caught:
@@ -82,14 +54,36 @@ def test_what_changed_is_named_with_what_it_is_for(tree, before, after, told):
     assert caught.value.missing == report.missing
 
 
+def test_an_attribute_that_is_no_longer_set_is_named(tree):
+    change(tree, "device_allocator.cumem", "self.pointer_to_data = None", "self.table = None")
+    (line,) = contract.report(tree).missing
+    assert line.startswith("vllm.device_allocator.cumem:CuMemAllocator.__init__ does not set pointer_to_data")
+
+
 def test_a_tree_without_a_module_is_told_so(tree):
     (tree / "v1" / "engine" / "core.py").unlink()
-    (line,) = contract.report(tree).missing
-    assert line.startswith("vllm.v1.engine.core:EngineCore.__init__ does not exist")
+    lines = contract.report(tree).missing
+    assert lines[0].startswith("vllm.v1.engine.core:EngineCore.__init__ does not exist")
+    assert all(line.startswith("vllm.v1.engine.core:") for line in lines)
 
 
 def test_a_module_may_be_a_package(tree):
     (tree / "plugins.py").unlink()
     (tree / "plugins").mkdir()
-    (tree / "plugins" / "__init__.py").write_text("def load_general_plugins(): ...")
+    (tree / "plugins" / "__init__.py").write_text(outline(contract.CONTRACT)["plugins"])
     assert contract.report(tree).missing == ()
+
+
+def test_what_is_defined_under_a_condition_counts(tree):
+    path = tree / "plugins.py"
+    path.write_text(f"if True:\n{textwrap.indent(path.read_text(), '    ')}\n")
+    assert contract.report(tree).missing == ()
+
+
+@pytest.mark.parametrize("requirement", contract.CONTRACT, ids=str)
+def test_every_requirement_is_really_looked_at(tmp_path, requirement):
+    plant(tmp_path, [one for one in contract.CONTRACT if one != requirement])
+    missing = contract.report(tmp_path).missing
+    others = {one.module for one in contract.CONTRACT if one != requirement}
+    implied = not requirement.name and requirement.module in others
+    assert implied or any(line.startswith(f"vllm.{requirement} ") for line in missing)

@@ -29,6 +29,7 @@ class Requirement:
         coroutine: Whether it must be an ``async def``.
         parameters: Names it must accept.
         calls: Names it must call: ``self.x`` as ``x``.
+        stores: Attributes of ``self`` that it must set.
         why: What the plugin uses it for.
     """
 
@@ -37,6 +38,7 @@ class Requirement:
     coroutine: bool = False
     parameters: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
     why: str
 
     def __str__(self) -> str:
@@ -45,6 +47,9 @@ class Requirement:
 
 _LLM = "v1.engine.async_llm"
 _LOADS = ("load_general_plugins",)
+_CUMEM = "device_allocator.cumem"
+_SLEEP = "device_allocator.sleep_mode_backend"
+_WORKER = "v1.worker.gpu_worker"
 
 CONTRACT: tuple[Requirement, ...] = (
     Requirement(module="entrypoints.openai.api_server", why="is what is launched"),
@@ -97,6 +102,112 @@ CONTRACT: tuple[Requirement, ...] = (
             why="the acceptance request",
         )
         for field in ("prompt", "max_tokens", "temperature", "seed", "stream", "ignore_eos", "return_token_ids")
+    ),
+    # The allocator: allocator.py
+    Requirement(
+        module=_CUMEM, name="CuMemAllocator.get_instance", why="is the one allocator of a process, and its table"
+    ),
+    Requirement(
+        module=_CUMEM, name="CuMemAllocator.__init__", stores=("pointer_to_data",), why="tells address → allocation"
+    ),
+    Requirement(module=_CUMEM, name="CuMemAllocator.get_current_usage", why="counts what sleeps, too"),
+    *(
+        Requirement(module=_CUMEM, name=name, parameters=("allocation_handle",), calls=(f"python_{name}",), why=why)
+        for name, why in (
+            ("create_and_map", "brings backing to an address"),
+            ("unmap_and_release", "takes it away and keeps the address"),
+        )
+    ),
+    Requirement(module=_CUMEM, name="libcudart", why="copies, and clears what was mapped anew"),
+    *(
+        Requirement(module="device_allocator", name=f"AllocationData.{field}", why="is an entry of that table")
+        for field in ("handle", "tag", "cpu_backup_tensor", "is_asleep")
+    ),
+    Requirement(
+        module="distributed.device_communicators.cuda_wrapper",
+        name="CudaRTLibrary.cudaMemcpy",
+        parameters=("dst", "src", "count"),
+        why="copies between host and device",
+    ),
+    Requirement(
+        module="distributed.device_communicators.cuda_wrapper",
+        name="CudaRTLibrary.cudaMemset",
+        parameters=("devPtr", "value", "count"),
+        why="clears device memory",
+    ),
+    # The worker: memory.py, kv_guard.py
+    Requirement(
+        module=_WORKER,
+        name="Worker.load_model",
+        calls=("_maybe_get_memory_pool_context", "load_model"),
+        why="puts the weights into the allocator",
+    ),
+    Requirement(
+        module=_WORKER,
+        name="Worker.initialize_from_config",
+        calls=("_maybe_get_memory_pool_context", "initialize_kv_cache"),
+        why="puts the KV cache into the allocator",
+    ),
+    Requirement(
+        module=_WORKER,
+        name="Worker.init_device",
+        stores=("device", "init_snapshot", "requested_memory"),
+        why="says which device, and how much of it vLLM may use",
+    ),
+    Requirement(
+        module=_WORKER,
+        name="Worker.determine_available_memory",
+        stores=("peak_activation_memory",),
+        why="chooses the size of the KV cache, which the guard caps",
+    ),
+    Requirement(module="config.cache", name="CacheConfig.kv_cache_memory_bytes", why="is a size that the user chose"),
+    Requirement(
+        module="v1.worker.gpu_model_runner",
+        name="GPUModelRunner.__init__",
+        stores=("kv_caches",),
+        why="holds the KV cache tensors",
+    ),
+    Requirement(
+        module="v1.worker.gpu.model_runner",
+        name="GPUModelRunner.initialize_kv_cache",
+        stores=("kv_caches",),
+        why="holds the KV cache tensors, in the second runner",
+    ),
+    Requirement(
+        module="v1.executor.uniproc_executor",
+        name="UniProcExecutor._init_executor",
+        calls=("init_worker", "load_model"),
+        why="has a single worker in the engine core's process",
+    ),
+    # The sleep backend: sleep.py
+    Requirement(
+        module=_SLEEP,
+        name="SleepModeBackendFactory.register_backend",
+        parameters=("name", "module_path", "class_name"),
+        why="makes the backend known by name",
+    ),
+    Requirement(module=_SLEEP, name="SleepModeBackendFactory._registry", why="has the entry that an override replaces"),
+    Requirement(module=_SLEEP, name="SleepModeBackend.state", why="says whether it sleeps"),
+    Requirement(module=_SLEEP, name="CuMemBackend.suspend", parameters=("level",), why="is what a level 2 still does"),
+    Requirement(module=_SLEEP, name="CuMemBackend.resume", parameters=("tags",), why="wakes what it put to sleep"),
+    *(
+        Requirement(
+            module=_WORKER,
+            name=f"Worker.{name}",
+            parameters=(argument,),
+            calls=(calls,),
+            why="is what vLLM's own API reaches the backend through",
+        )
+        for name, argument, calls in (("sleep", "level", "suspend"), ("wake_up", "tags", "resume"))
+    ),
+    # The load formats of a launch on a GPU: engine.py
+    *(
+        Requirement(
+            module="model_executor.model_loader.weight_utils",
+            name=f"{name}_weights_iterator",
+            why=f"is what --load-format {name} reads with",
+        )
+        for name in ("instanttensor", "fastsafetensors")
     ),
 )
 
@@ -185,6 +296,8 @@ def _lacks(module: ast.Module | None, requirement: Requirement) -> str:
         return f"does not take {', '.join(absent)}"
     if absent := sorted(set(requirement.calls) - set(_calls(node))):
         return f"does not call {', '.join(absent)}"
+    if absent := sorted(set(requirement.stores) - set(_stores(node))):
+        return f"does not set {', '.join(absent)}"
     return ""
 
 
@@ -194,6 +307,8 @@ def _member(node: ast.AST | None, name: str) -> ast.AST | None:
             return child
         if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name) and child.target.id == name:
             return child
+        if isinstance(child, ast.If | ast.Try) and (found := _member(child, name)) is not None:
+            return found
     return None
 
 
@@ -210,3 +325,9 @@ def _calls(node: ast.AST) -> Iterator[str]:
                 yield call.func.id
             elif isinstance(call.func, ast.Attribute):
                 yield call.func.attr
+
+
+def _stores(node: ast.AST) -> Iterator[str]:
+    for target in ast.walk(node):
+        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
+            yield target.attr
