@@ -21,7 +21,7 @@ from coldsnap.artifact.pack import PackEntry, verify_extents
 from coldsnap.artifact.private import open_private, read_small
 from coldsnap.errors import FormatError, IntegrityError
 
-__all__ = ["Admission", "Request", "Validation", "check", "decide", "record_path"]
+__all__ = ["Admission", "Request", "Validation", "check", "decide", "is_bound", "record_path"]
 
 PROVIDER = "sha256-cache-v1"
 MAX_RECORD_BYTES = 1 << 20
@@ -158,6 +158,19 @@ def decide(
         data = canonical.encode(record.write(made))
         remembered(lambda: write_file_durably(Path(request.record), data, at=at))
     return _admission(request, status, cached=False)
+
+
+def is_bound(request: Request, index: Sequence[PackEntry]) -> bool:
+    """Tell whether a record that holds binds this index to the pack (pack.5); no byte of the pack is read.
+
+    Raises:
+        FormatError: The file or its record is a link, foreign or open to others.
+        IntegrityError: It is missing.
+    """
+    with open_private(request.path) as (_, status):
+        known = _read_record(request)
+    held = known is not None and known.content_identity == identity_of(status)
+    return known is not None and held and known.index_sha256 == _index_digest(index)
 
 
 def _require_size(request: Request, status: os.stat_result) -> None:

@@ -163,10 +163,10 @@ class NativeManifest:
     Attributes:
         capture_id: Of the artifact.
         worker: Whose memory.
-        model: Provenance of the model bytes.
+        model: Provenance of the model bytes, when known.
         page_bytes: Alignment of extents in both files.
         allocations: What is preserved, ascending by device and address.
-        pack: The pack.
+        pack: The pack; of 0 bytes when there is none and the residual holds everything.
         residual: ``weights.blob``.
         model_extents: What comes from the pack.
         residual_extents: What comes from the residual.
@@ -178,7 +178,7 @@ class NativeManifest:
     kind: Literal["coldsnap-native-manifest"] = "coldsnap-native-manifest"
     capture_id: str
     worker: str = field(validator=WORKER)
-    model: ModelSource
+    model: ModelSource | None = None
     page_bytes: Literal[4096] = 4096
     allocations: tuple[Allocation, ...]
     pack: Blob

@@ -104,12 +104,19 @@ def layout(extents: Sequence[tuple[str, int]]) -> tuple[list[int], list[int], in
     return order, offsets, position
 
 
-def write_pack(staged: StagedFile, sources: Sequence[Source], *, threads: int | None = None) -> Pack:
+def write_pack(
+    staged: StagedFile,
+    sources: Sequence[Source],
+    *,
+    digests: Sequence[str] | None = None,
+    threads: int | None = None,
+) -> Pack:
     """Write a pack into a staged file; the caller publishes it under its digest.
 
     Args:
         staged: Empty.
         sources: The extents, in any order; none of them empty.
+        digests: ``sha256:<hex>`` of each, from a caller that made the first pass itself.
         threads: Hashing threads of the first pass; None: all cores.
 
     Raises:
@@ -118,7 +125,8 @@ def write_pack(staged: StagedFile, sources: Sequence[Source], *, threads: int | 
     """
     if not sources or not all(source.size for source in sources):
         raise FormatError("a pack has at least one extent, and no empty one", path=str(staged.path), rule="pack.3")
-    digests = in_threads(_sha256, sources, threads=threads or available_cores())
+    if digests is None:
+        digests = in_threads(_sha256, sources, threads=threads or available_cores())
     order, offsets, size = layout([(digest, source.size) for digest, source in zip(digests, sources, strict=True)])
     os.posix_fallocate(staged.stream.fileno(), 0, size)
     checksums = [0] * len(sources)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from coldsnap.artifact.admission import Admission, Request, decide, record_path
+from coldsnap.artifact.admission import Admission, Request, decide, is_bound, record_path
 from coldsnap.artifact.canonical import hex_of
 from coldsnap.artifact.durable import (
     FaultPoint,
@@ -26,7 +26,7 @@ from coldsnap.artifact.durable import (
     unharmed,
 )
 from coldsnap.artifact.evidence import Verify, hash_file
-from coldsnap.artifact.pack import Pack, PackEntry, Source, write_pack
+from coldsnap.artifact.pack import Pack, PackEntry, Source, layout, write_pack
 from coldsnap.artifact.payloads import PayloadObject
 from coldsnap.artifact.private import open_directory, open_private
 from coldsnap.artifact.validate import Transport, validate
@@ -121,11 +121,14 @@ class Store:
             sizes["packs" if path.suffix == _SUFFIX else kind] += size
         return sizes
 
-    def write(self, sources: Sequence[Source], *, threads: int | None = None) -> Pack:
+    def write(
+        self, sources: Sequence[Source], *, digests: Sequence[str] | None = None, threads: int | None = None
+    ) -> Pack:
         """Write the pack of these extents, unless it is there already; the result is the same either way.
 
         Args:
             sources: The extents, in any order.
+            digests: ``sha256:<hex>`` of each, when known.
             threads: Hashing threads; None: all cores.
 
         Raises:
@@ -133,9 +136,29 @@ class Store:
         """
         with staged_file(self.prepare(), "new.pack", at=self._at) as staged:
             self._at("new.pack:write")
-            pack = write_pack(staged, sources, threads=threads)
+            pack = write_pack(staged, sources, digests=digests, threads=threads)
             self.publish(staged, pack.sha256)
         return pack
+
+    def find(self, index: Sequence[PackEntry]) -> StoredPack | None:
+        """Find the pack with this index, by the records beside the packs, and count it as used; no pack is read.
+
+        Args:
+            index: Its extents, in any order.
+
+        Returns:
+            The pack, or None: it is not here, or no admission has verified it together with its index.
+        """
+        size = layout([(entry.sha256, entry.size) for entry in index])[2]
+        for pack in self.packs():
+            if pack.bytes != size or not pack.evidence:
+                continue
+            with self.lock(pack.sha256):
+                request = Request(path=str(pack.path), expected_sha256=pack.sha256)
+                if pack.path.exists() and is_bound(request, index):
+                    self._use(pack.sha256)
+                    return pack
+        return None
 
     def publish(self, staged: StagedFile, sha256: str) -> Path:
         """Give a staged file the name of its content; a pack that is there already is kept.

@@ -34,6 +34,8 @@ MESSAGE_BYTES = 64 << 10
 
 # What any rank may be asked; only the rank that owns the front end can do it, the others say that they skipped it.
 FRONT_END_OPS = ("quiesce", "resume", "reset_prefix_cache", "status")
+# The same for those that hold preserved memory.
+WORKER_OPS = ("release", "hydrate", "memory")
 
 _SUN_PATH_BYTES = 107  # sockaddr_un(7): 108 with the NUL
 _UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED, unix(7)
@@ -180,7 +182,7 @@ class Rank:
             return _refusal("format", "expected a JSON object with a string under 'op'")
         operation = self._operations.get(op)
         if operation is None:
-            known = op in FRONT_END_OPS
+            known = op in FRONT_END_OPS + WORKER_OPS
             return {"ok": True, "skipped": True} if known else _refusal("format", f"unknown operation {op!r}")
         try:
             return {"ok": True, **operation(request)}

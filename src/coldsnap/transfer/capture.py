@@ -15,7 +15,7 @@ from coldsnap.artifact.durable import FaultPoint, staged_file, unharmed
 from coldsnap.errors import NativeError
 from coldsnap.host.mounts import filesystem_behind
 from coldsnap.transfer.backend import CaptureJob, CaptureReceipt, Source, Tuning
-from coldsnap.transfer.memory import MemoryProvider
+from coldsnap.transfer.memory import PreservedMemory
 from coldsnap.transfer.native import NativeLibrary
 from coldsnap.transfer.reference import PythonBackend
 
@@ -28,7 +28,7 @@ def capture(
     path: str | os.PathLike[str],
     sources: Sequence[Source],
     *,
-    memory: MemoryProvider,
+    memory: PreservedMemory,
     library: NativeLibrary | None,
     backend: CaptureBackendName = "auto",
     pad: bool = True,
@@ -96,7 +96,7 @@ def packed(
 
 
 def _backend(
-    backend: CaptureBackendName, memory: MemoryProvider, library: NativeLibrary | None
+    backend: CaptureBackendName, memory: PreservedMemory, library: NativeLibrary | None
 ) -> NativeLibrary | PythonBackend:
     if backend == "python":
         return PythonBackend(memory)

@@ -16,7 +16,7 @@ from attrs import evolve
 from coldsnap.errors import NativeError, UnsupportedError
 from coldsnap.host.mounts import choose_io, filesystem_behind
 from coldsnap.transfer.backend import BackendName, FileExtent, HydrationJob, HydrationReceipt, Tuning
-from coldsnap.transfer.memory import MemoryProvider
+from coldsnap.transfer.memory import PreservedMemory
 from coldsnap.transfer.native import NativeLibrary
 from coldsnap.transfer.reference import PythonBackend
 
@@ -46,7 +46,7 @@ def hydrate(
     path: str | os.PathLike[str],
     extents: Sequence[FileExtent],
     *,
-    memory: MemoryProvider,
+    memory: PreservedMemory,
     library: NativeLibrary | None,
     backend: BackendName = "auto",
     preverified: bool = False,

@@ -15,7 +15,7 @@ from attrs import frozen
 
 from coldsnap.transfer.native import address_of
 
-__all__ = ["HostMemory", "MemoryProvider", "Region"]
+__all__ = ["HostMemory", "MemoryProvider", "PreservedMemory", "Region"]
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -37,17 +37,12 @@ class Region:
     tag: str
 
 
-class MemoryProvider(Protocol):
-    """Tagged allocations with stable addresses.
+class PreservedMemory(Protocol):
+    """Tagged allocations with stable addresses that someone else made, for example an engine's own allocator."""
 
-    Attributes:
-        device: CUDA ordinal of the addresses, ``None`` for this process's memory.
-    """
-
-    device: int | None
-
-    def allocate(self, size_bytes: int, *, tag: str) -> Region:
-        """Reserve an address range and back it with zeros."""
+    @property
+    def device(self) -> int | None:
+        """CUDA ordinal of the addresses, ``None`` for this process's memory."""
 
     def regions(self, tag: str | None = None) -> tuple[Region, ...]:
         """Return the allocations with a tag, or all, in order of allocation."""
@@ -65,13 +60,20 @@ class MemoryProvider(Protocol):
         """Copy into a region."""
 
     def copy_to_host(self, address: int, into: memoryview) -> None:
-        """Copy out of a region into a writable buffer."""
+        """Copy out of a region into a writable buffer; any thread may ask."""
 
     def zero(self, address: int, length: int) -> None:
         """Fill a stretch of a region with zeros."""
 
     def synchronize(self) -> None:
         """Return when everything asked for has happened."""
+
+
+class MemoryProvider(PreservedMemory, Protocol):
+    """Preserved memory that allocates, too."""
+
+    def allocate(self, size_bytes: int, *, tag: str) -> Region:
+        """Reserve an address range and back it with zeros."""
 
     def close(self) -> None:
         """Give everything back, addresses too."""

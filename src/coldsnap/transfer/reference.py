@@ -24,7 +24,7 @@ from coldsnap.transfer.backend import (
     SourceDigest,
     StageTimes,
 )
-from coldsnap.transfer.memory import MemoryProvider
+from coldsnap.transfer.memory import PreservedMemory
 
 __all__ = ["PythonBackend"]
 
@@ -35,7 +35,7 @@ WINDOW_BYTES = 16 << 20
 class PythonBackend:
     """Hydrates out of a mapping and captures with plain writes, one thread, bounded memory."""
 
-    def __init__(self, memory: MemoryProvider) -> None:
+    def __init__(self, memory: PreservedMemory) -> None:
         self._memory = memory
 
     def hydrate(self, job: HydrationJob) -> HydrationReceipt:

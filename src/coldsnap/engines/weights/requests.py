@@ -1,0 +1,155 @@
+"""What a worker's memory may be asked: the requests of ``docs/weights.md``, read strictly.
+
+The one rule: an unknown field, a wrong type or a contradiction is refused before anything is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from attrs import field, frozen
+
+from coldsnap.artifact import record
+from coldsnap.artifact.evidence import Verify
+from coldsnap.artifact.manifest import ModelSource
+from coldsnap.engines.weights.documents import Identity
+from coldsnap.errors import FormatError, UnsupportedError
+from coldsnap.transfer.backend import BackendName, Tuning
+from coldsnap.transfer.capture import CaptureBackendName
+
+__all__ = ["HydrateRequest", "ReleaseRequest", "read_request"]
+
+Mode = Literal["direct", "buffered"]
+_ABSOLUTE = record.matching(r"/[^\x00]*", "an absolute path")
+_HEX = record.matching(r"[0-9a-f]{64}", "64 lowercase hex digits")
+
+
+@frozen(kw_only=True)
+class _Transfer:
+    """How bytes are moved.
+
+    Attributes:
+        native_library: ``io.native_library``.
+        native_sha256: ``io.native_sha256``.
+        queue_depth: ``io.queue_depth``.
+        chunk_bytes: ``io.chunk_bytes``.
+    """
+
+    native_library: str | None = field(default=None, validator=record.optional(_ABSOLUTE))
+    native_sha256: str | None = field(default=None, validator=record.optional(_HEX))
+    queue_depth: int = field(default=4, validator=record.at_least(1, below=65))
+    chunk_bytes: int = field(default=64 << 20, validator=record.at_least(4096))
+
+    @property
+    def tuning(self) -> Tuning:
+        """The same for a transfer."""
+        return Tuning(queue_depth=self.queue_depth, chunk_bytes=self.chunk_bytes)
+
+
+@frozen(kw_only=True)
+class ReleaseRequest(_Transfer):
+    """``release``.
+
+    Attributes:
+        worker: Whose memory this is.
+        directory: Where residual and manifests go.
+        store: Where packs are.
+        capture_id: Of the artifact.
+        model: The checkpoint, when known.
+        discard: Regions that are given away without a copy (``process.discard``).
+        backend: ``io.capture_backend``.
+        write_mode: ``io.hibernate_write_mode``.
+        reserve_bytes: What must stay free.
+        export_model_payload: False: no pack, the residual holds everything.
+        reuse_blob: ``io.reuse_blob``: look for the pack before it is written.
+    """
+
+    worker: str
+    directory: str = field(validator=_ABSOLUTE)
+    store: str = field(validator=_ABSOLUTE)
+    capture_id: str
+    model: ModelSource | None = None
+    discard: tuple[str, ...] = ("kv_cache",)
+    backend: CaptureBackendName = "auto"
+    write_mode: Mode = "direct"
+    reserve_bytes: int = field(default=1 << 30, validator=record.at_least(0))
+    export_model_payload: bool = True
+    reuse_blob: bool = True
+
+    @property
+    def identity(self) -> Identity:
+        """Whose memory, and of which capture."""
+        return Identity(worker=self.worker, capture_id=self.capture_id, model=self.model)
+
+    @property
+    def capture_backend(self) -> CaptureBackendName:
+        """The backend, with the mode in it: a mode of its own has only what is not chosen by name."""
+        return "buffered" if self.backend == "auto" and self.write_mode == "buffered" else self.backend
+
+
+@frozen(kw_only=True)
+class HydrateRequest(_Transfer):
+    """``hydrate``; without arguments: of the generation that was released last, as it was written.
+
+    Attributes:
+        tags: What to bring: ``weights`` and the discarded regions; None: all that is asleep.
+        provider: Who brings the weights.
+        directory: Where residual and manifests are; None: where they were written.
+        pack: The pack; None with a directory: the residual holds everything.
+        manifest_sha256: Digest of the native manifest; comes with a directory.
+        backend: ``io.hydration_backend``; None: python if the release was told to, else auto.
+        read_mode: ``io.hibernate_read_mode``.
+        verify_mode: ``io.verify_mode``.
+        verify: ``weights.verify``.
+    """
+
+    tags: tuple[str, ...] | None = None
+    provider: Literal["native", "recovery"] = "native"
+    directory: str | None = field(default=None, validator=record.optional(_ABSOLUTE))
+    pack: str | None = field(default=None, validator=record.optional(_ABSOLUTE))
+    manifest_sha256: str | None = field(default=None, validator=record.optional(record.sha256))
+    backend: BackendName | None = None
+    read_mode: Mode = "direct"
+    verify_mode: Literal["inline", "preverified"] = "inline"
+    verify: Verify = "evidence"
+
+    def __attrs_post_init__(self) -> None:
+        """Check that a generation is named completely, and that its provider exists."""
+        if (self.directory is None) != (self.manifest_sha256 is None) or (self.pack and not self.directory):
+            raise record.Broken("json.6", "directory and manifest_sha256 come together, a pack with both")
+        if self.provider != "native":
+            raise UnsupportedError(
+                "a worker cannot load its weights from the checkpoint again yet", field="provider", works="native"
+            )
+
+    def hydration_backend(self, default: BackendName) -> BackendName:
+        """Return the backend, with the mode in it."""
+        backend = self.backend or default
+        return "buffered" if backend == "auto" and self.read_mode == "buffered" else backend
+
+    @property
+    def place(self) -> tuple[Path, Path | None, str] | None:
+        """Directory, pack and digest, when they were given."""
+        if self.directory is None or self.manifest_sha256 is None:
+            return None
+        return Path(self.directory), None if self.pack is None else Path(self.pack), self.manifest_sha256
+
+
+_T = TypeVar("_T")
+
+
+def read_request(cls: type[_T], request: Mapping[str, Any]) -> _T:
+    """Read one request; null is as good as absent.
+
+    Raises:
+        FormatError: A field is unknown, missing or wrong.
+        UnsupportedError: It asks for what this library cannot do.
+    """
+    given = {name: value for name, value in request.items() if name != "op" and value is not None}
+    name = str(request.get("op", cls.__name__))
+    try:
+        return record.read(cls, given, path=f"the request {name}")
+    except ValueError as error:  # of Tuning
+        raise FormatError(str(error), path=f"the request {name}", rule="json.9") from error

@@ -1,0 +1,105 @@
+"""Small memories to put to sleep: strategies, and a worker over host memory whose bytes are known."""
+
+import hashlib
+import random
+
+from attrs import frozen
+from hypothesis import strategies as st
+
+from coldsnap.artifact.extents import Allocation
+from coldsnap.engines.weights.split import Split, Written, split
+from coldsnap.engines.weights.worker import WorkerMemory
+from coldsnap.transfer.memory import HostMemory, Region
+
+MODEL = {"model_id": "tiny/model", "revision": "a" * 40}
+
+
+@frozen
+class Layout:
+    """Sizes of the allocations of weights, what of each is the model's (offset, size), and sizes of the KV cache."""
+
+    weights: tuple[int, ...]
+    model: tuple[tuple[int, int, int], ...]
+    kv_cache: tuple[int, ...] = (8192,)
+    seed: int = 0
+
+
+PLAIN = Layout(
+    weights=(3 << 20, 20_480, 5_000),
+    model=((0, 0, 2 << 20), (0, (2 << 20) + 100, 4_096), (1, 8_192, 4_096), (1, 12_288, 3), (2, 1, 4_000)),
+    kv_cache=(1 << 20, 4_097),
+)
+
+
+@st.composite
+def layouts(draw, *, most: int = 60_000) -> Layout:
+    weights = draw(st.lists(st.integers(1, most), min_size=1, max_size=4))
+    model = []
+    for index, size in enumerate(weights):
+        edges = sorted(draw(st.lists(st.integers(0, size), max_size=8, unique=True)))
+        model += [(index, low, high - low) for low, high in zip(edges[::2], edges[1::2], strict=False)]
+    kv_cache = draw(st.lists(st.integers(1, most), max_size=2))
+    return Layout(tuple(weights), tuple(model), tuple(kv_cache), draw(st.integers(0, 9)))
+
+
+class Worker:
+    """Host memory with known bytes in it, and its worker."""
+
+    def __init__(self, layout: Layout, memory: HostMemory | None = None, **options) -> None:
+        self.layout = layout
+        self.memory = memory or HostMemory()
+        self.weights = [self.memory.allocate(size, tag="weights") for size in layout.weights]
+        self.kv_cache = [self.memory.allocate(size, tag="kv_cache") for size in layout.kv_cache]
+        generator = random.Random(layout.seed)
+        self.content = {region: generator.randbytes(region.size_bytes) for region in self.weights}
+        for region, data in self.content.items():
+            self.memory.copy_from_host(region.address, memoryview(data))
+        for region in self.kv_cache:
+            self.memory.copy_from_host(region.address, memoryview(b"K" * region.size_bytes))
+        self.worker = WorkerMemory(self.memory, split=self.split, **options)
+
+    def split(self) -> Split:
+        allocations = [
+            Allocation(address=region.address, size=region.size_bytes, region=region.tag) for region in self.weights
+        ]
+        written = [
+            Written(
+                address=self.weights[index].address + offset,
+                size=size,
+                semantic=f"layer.{index}.{offset}",
+            )
+            for index, offset, size in self.layout.model
+        ]
+        return split(allocations, written)
+
+    def bytes_of(self, region: Region) -> bytes:
+        into = bytearray(region.size_bytes)
+        self.memory.copy_to_host(region.address, memoryview(into))
+        return bytes(into)
+
+    def is_whole(self) -> bool:
+        """Tell whether every byte of the weights is there, and whether none of the KV cache is left."""
+        return all(self.bytes_of(region) == data for region, data in self.content.items())
+
+    def is_forgotten(self) -> bool:
+        return not any(any(self.bytes_of(region)) for region in self.kv_cache)
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def release_request(tmp_path, **changes):
+    return {
+        "op": "release",
+        "worker": "worker-0",
+        "directory": str(tmp_path / "artifact" / "weights" / "worker-0"),
+        "store": str(tmp_path / "store"),
+        "capture_id": "capture-0001",
+        "model": MODEL,
+        "reserve_bytes": 0,
+        **changes,
+    }
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
