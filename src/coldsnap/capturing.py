@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 from coldsnap.accelerating import prepare
 from coldsnap.artifact import ArtifactWriter
@@ -26,6 +27,7 @@ from coldsnap.keeper.directive import Directive, Endpoint, write_directive
 from coldsnap.keeper.handle import Engine as Handle
 from coldsnap.keeper.rundir import new_name, run_dir_for
 from coldsnap.keeper.undo import CONTINUE, KILL, control, remove
+from coldsnap.plan import Plan
 from coldsnap.receipts import Receipt
 from coldsnap.sealing import CAPSULE, COMMAND
 from coldsnap.session import Session
@@ -83,8 +85,22 @@ def admit_host(session: Session, step: AdmitHost) -> Receipt:
 
 def admit_output(session: Session, step: AdmitOutput) -> Receipt:
     """Take the output, so that nobody else can; it is given back unless the artifact is committed."""
+    _require_outside(step.output, session.plan)
     session.writer = session.stack.enter_context(ArtifactWriter.create(step.output))
     return Receipt(step=step.id, effective="free")
+
+
+def _require_outside(output: str, plan: Plan) -> None:
+    """Refuse an output in the engine's run directory, which goes when the engine does."""
+    for step in plan:
+        named = step.name if isinstance(step, LaunchEngine) and step.name else ""
+        run_dir = step.run_dir if isinstance(step, LaunchEngine | AttachEngine) else ""
+        place = run_dir or (str(run_dir_for(named)) if named else "")
+        if place and Path(os.path.realpath(output)).is_relative_to(os.path.realpath(place)):
+            raise AdmissionError(
+                f"the output {output} lies in the run directory of its engine, {place}, which is removed when the "
+                "engine ends; choose another output"
+            )
 
 
 def admit_engine(session: Session, step: AdmitEngine) -> Receipt:
@@ -203,7 +219,7 @@ def record_answer(session: Session, step: RecordAnswer) -> Receipt:
     answers = []
     for _ in range(2):
         _empty_prefix_cache(session, step.timeout_s)
-        answers.append(session.spec.ask(session.endpoint, question, timeout_s=120.0))
+        answers.append(session.spec.ask(session.endpoint, question, timeout_s=120.0, watch=session.watch))
     try:
         compare(*answers)
     except AcceptanceError as error:

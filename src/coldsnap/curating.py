@@ -14,7 +14,7 @@ from attrs import evolve
 
 from coldsnap.artifact import Artifact, remove_committed
 from coldsnap.artifact.collect import STAMP_ERROR_NS, Deleted, captures_below, delete_artifact, verify_artifact
-from coldsnap.artifact.held import is_held
+from coldsnap.artifact.held import user_of
 from coldsnap.artifact.hub import Hub
 from coldsnap.artifact.oci import push
 from coldsnap.artifact.store import Store
@@ -76,8 +76,8 @@ def verify(session: Session, step: VerifyArtifact) -> Receipt:
 def admit_deletion(session: Session, step: AdmitDeletion) -> Receipt:
     """Refuse before anything is gone: a capture in flight, an owner of the packs that cannot be read."""
     opened = _opened(session)
-    if is_held(opened.path):
-        raise ArtifactError(f"{opened.path} is in use by the capture that wrote it; wait for its end and delete again")
+    if user := user_of(opened.path):
+        raise ArtifactError(f"{opened.path} is in use by {user}; wait for its end and delete again")
     if writing := next(captures_below(map(Path, step.roots)), None):
         raise ArtifactError(
             f"a capture is writing {writing}, which may name the packs of {opened.path}; wait for its end and delete "

@@ -4,6 +4,8 @@
 
     ColdSnapError
     ├── PolicyError (ValueError)        .problems: every ($.path, message), all at once
+    ├── FileReadError (OSError)         a file that the caller named cannot be read; .path
+    │   └── FileMissingError (FileNotFoundError)
     ├── AdmissionError                  valid, but not here; .mismatches: every difference, in words
     │   ├── CompatibilityError          the artifact was made for another machine, engine or driver
     │   ├── UnsupportedError            this library cannot do it (yet); .field .works
@@ -43,6 +45,8 @@ __all__ = [
     "CoverageError",
     "DriverError",
     "EngineError",
+    "FileMissingError",
+    "FileReadError",
     "FormatError",
     "IntegrityError",
     "NativeError",
@@ -94,6 +98,45 @@ class PolicyError(ColdSnapError, ValueError):
         self.problems = tuple((str(path), str(message)) for path, message in problems)
         lines = [f"{path}: {message}" for path, message in self.problems]
         super().__init__(_listing(f"the {what} has {len(lines)} problem{'s' * (len(lines) != 1)}:", lines))
+
+
+class FileReadError(ColdSnapError, OSError):
+    """A file that the caller named (a policy, facts) cannot be read.
+
+    Attributes:
+        path: The file.
+    """
+
+    path: str
+
+    def __init__(self, message: str, *, path: str, number: int | None = None) -> None:
+        super().__init__(message, path=path)
+        self.errno = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive_unread, (type(self), str(self), self.path, self.errno)
+
+    @classmethod
+    def of(cls, error: OSError, path: str, what: str) -> FileReadError:
+        """Return what to raise in place of the kernel's error, of the class that says whether the file is missing.
+
+        Args:
+            error: The kernel's.
+            path: The file.
+            what: What it was to hold, in words.
+        """
+        if isinstance(error, FileNotFoundError):
+            sentence = f"there is no {what} at {path}; correct the path, or make one there with save()"
+            return FileMissingError(sentence, path=path, number=error.errno)
+        return cls(f"the {what} {path} cannot be read: {error.strerror}", path=path, number=error.errno)
+
+
+def _revive_unread(cls: type[FileReadError], message: str, path: str, number: int | None) -> FileReadError:
+    return cls(message, path=path, number=number)
+
+
+class FileMissingError(FileReadError, FileNotFoundError):
+    """A file that the caller named is not there."""
 
 
 class AdmissionError(ColdSnapError):

@@ -6,11 +6,13 @@ The one rule: verification runs beside the thaw, and no answer is accepted befor
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from coldsnap.accelerating import prepare
 from coldsnap.artifact import Artifact, Target
 from coldsnap.artifact.evidence import hash_file
+from coldsnap.artifact.held import reading
 from coldsnap.artifact.private import open_private
 from coldsnap.capturing import ENVIRONMENT, SPEC
 from coldsnap.describe import target_engine
@@ -37,6 +39,7 @@ __all__ = ["admit_artifact", "compare_answer", "reconnect", "stage", "start_keep
 
 def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
     """Open the artifact that was planned for, and compare the engine's environment without starting anything."""
+    session.stack.enter_context(reading(Path(step.artifact)))  # until the end, nobody deletes it
     opened = Artifact.open(step.artifact)
     if opened.digest != step.digest:
         raise AdmissionError(
@@ -94,6 +97,8 @@ def start_keeper(session: Session, step: StartKeeper) -> Receipt:
     run_dir = step.run_dir or str(run_dir_for(step.name or new_name(captured.kind)))
     if step.namespace == "host":
         run_dir = str(Path(capsule.run_dir).parent)
+    if Path(os.path.realpath(run_dir)).is_relative_to(os.path.realpath(opened.path)):
+        raise AdmissionError(f"the run directory {run_dir} lies in the artifact {opened.path}; choose another one")
     keeper = session.take(Keeper.start(run_dir, namespace=step.namespace, labels=labels))
     keeper.begin("restore", [KILL])
     prepare(session)
@@ -165,7 +170,9 @@ def compare_answer(session: Session, step: CompareAnswer) -> Receipt:
     session.ranks.reset_prefix_cache()
     asked_ns = session.report.timeline.now_ns()
     question = Question(prompt=captured.prompt, max_tokens=captured.max_tokens)
-    answer = session.spec.ask(session.endpoint, question, timeout_s=step.timeout_s, request_id=session.key)
+    answer = session.spec.ask(
+        session.endpoint, question, timeout_s=step.timeout_s, request_id=session.key, watch=session.watch
+    )
     compare(Answer(token_ids=captured.token_ids, text=captured.text), answer)
     session.report.answer_s = asked_ns / 1e9 + answer.first_token_s
     return Receipt(

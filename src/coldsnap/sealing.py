@@ -88,7 +88,8 @@ def descriptor(session: Session) -> format9.Descriptor:
             units=(
                 format9.TopologyUnit(unit=UNIT, workers=tuple(f"worker-{rank}" for rank in range(engine.world_size))),
             ),
-            tensor_parallel_size=engine.world_size,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            pipeline_parallel_size=engine.pipeline_parallel_size,
         ),
         capsule=format9.Capsule(units=(_capsule(session, dumped),)),
         graph=_graph(session),

@@ -19,12 +19,14 @@ from coldsnap.drivers.n610 import DumpedTree, StagedTree, ThawedTree
 from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import Engine
 from coldsnap.engines.control import Ranks
+from coldsnap.engines.endpoint import Watch
 from coldsnap.engines.environment import EngineEnvironment
 from coldsnap.engines.model import ModelIdentity
 from coldsnap.errors import ColdSnapError
 from coldsnap.host.facts import HostFacts
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Endpoint, read_directive
+from coldsnap.keeper.rundir import is_full
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
 from coldsnap.plan import Plan
 from coldsnap.receipts import Report
@@ -102,7 +104,7 @@ class Session:
     @property
     def ranks(self) -> Ranks:
         """Return the ranks of the engine."""
-        return Ranks(self.living.rank_dir)
+        return Ranks(self.living.rank_dir, ended=self.ended)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -119,7 +121,15 @@ class Session:
         if self.interrupted:
             return "the caller was interrupted"
         status = self.living.status()
-        return None if status.state in ("running", "stopped") else f"{status.state} ({status.exit})"
+        if not status.loss and status.state in {"running", "stopped"}:
+            return None
+        full = "; the filesystem of its run directory is full" if is_full(self.living.run_dir) else ""
+        return f"{status.loss or f'{status.state} ({status.exit})'}{full}"
+
+    @property
+    def watch(self) -> Watch:
+        """Return what to look at while the engine is to answer."""
+        return Watch(ended=self.ended, log=self.living.log_path)
 
     def undo(self) -> str:
         """Undo what is half done; return in one sentence what became of the workload."""
@@ -130,18 +140,27 @@ class Session:
             if self.cuda is not None:
                 # First of all: processes that are locked or checkpointed cannot serve, whatever else is undone.
                 self.cuda.close()
-            done = keeper.abort()
-            state = keeper.status().state if self.serving else "gone"
+            done = keeper.abort() if keeper.in_flight else ()
+            status = keeper.status() if self.serving else None
             if not self.serving:
-                keeper.wait(KILL_TIMEOUT_S)  # until then processes and port are not free
+                self._await_end(keeper, undone=bool(done))  # until then processes and port are not free
         except (ColdSnapError, OSError) as error:
             return f"the keeper could not be reached to undo the operation: {error}"
         finally:
             keeper.close()
         undone = "; ".join(done) or "nothing had to be undone"
-        if not self.serving:
+        if status is None:
             return f"nothing is left running ({undone})"
-        return f"the engine is {state} as before ({undone})"
+        if status.loss:
+            return f"the engine does not serve: {status.loss} ({undone})"
+        return f"the engine is {status.state} as before ({undone})"
+
+    @staticmethod
+    def _await_end(keeper: Keeper, *, undone: bool) -> None:
+        if undone:
+            keeper.wait(KILL_TIMEOUT_S)
+        else:  # its operation never began, so nothing ends it but this
+            keeper.stop(grace_s=0)
 
     def _undo_hand_over(self) -> str:
         """Stop an engine that this execution started and handed over: the error is all that the caller gets."""

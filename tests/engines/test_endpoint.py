@@ -1,6 +1,7 @@
 """Readiness and streams against real sockets: nothing hangs, nothing stays connected."""
 
 import http.server
+import itertools
 import json
 import socket
 import threading
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from coldsnap.engines.acceptance import Answer, Question, ask, compare
-from coldsnap.engines.endpoint import await_ready, log_tail, reached_by
+from coldsnap.engines.endpoint import Watch, await_ready, log_tail, reached_by
 from coldsnap.errors import AcceptanceError, EngineError
 from coldsnap.keeper.directive import Endpoint
 
@@ -138,6 +139,73 @@ def test_an_answer_with_too_few_tokens_is_an_error():
 def test_an_answer_that_stops_coming_is_given_up_in_time():
     with serving(events=events(5), hold=True) as (_, endpoint), pytest.raises(EngineError, match="timed out|in time"):
         ask(endpoint, QUESTION, model="tiny", timeout_s=0.2)
+
+
+def test_a_dead_engine_ends_the_wait_for_an_answer_with_its_log(tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("Killed\n")
+    watch = Watch(ended=lambda: "its worker (pid 613) has died", log=log)
+    with serving(events=events(5), hold=True) as (_, endpoint):
+        with pytest.raises(
+            EngineError, match=r"the engine ended: its worker \(pid 613\) has died\n.*\nKilled"
+        ) as caught:
+            ask(endpoint, QUESTION, model="tiny", timeout_s=3600, watch=watch)
+    assert caught.value.log_tail == "Killed"
+
+
+def test_a_keeper_that_is_gone_ends_the_wait_too():
+    def ended():
+        raise EngineError("the engine is no more: its keeper was killed")
+
+    with serving(events=events(5), hold=True) as (_, endpoint):
+        with pytest.raises(EngineError, match="its keeper was killed"):
+            ask(endpoint, QUESTION, model="tiny", timeout_s=3600, watch=Watch(ended=ended))
+
+
+class Dripping:
+    """A server that sends a byte of its answer now and then, and never all of it."""
+
+    def __init__(self, answer):
+        self.answer, self.stop = answer, threading.Event()
+
+    def __enter__(self):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+        return Endpoint(host="127.0.0.1", port=self.listener.getsockname()[1])
+
+    def serve(self):
+        while not self.stop.is_set():
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            with connection:
+                for byte in itertools.cycle(self.answer):
+                    try:
+                        connection.send(bytes([byte]))
+                    except OSError:
+                        break
+                    if self.stop.wait(0.02):
+                        break
+
+    def __exit__(self, *_):
+        self.stop.set()
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join()
+
+
+def test_an_engine_that_drips_its_health_is_given_up_in_time():
+    with Dripping(b"HTTP/1.1 200 OK\r\nX-Drip: ") as endpoint:
+        with pytest.raises(EngineError, match="accepts connections, but /health gives TimeoutError"):
+            await_ready(endpoint, timeout_s=0.3)
+
+
+def test_an_engine_that_drips_the_head_of_its_answer_is_given_up_in_time():
+    with Dripping(b"HTTP/1.1 200 OK\r\nX-Drip: ") as endpoint:
+        with pytest.raises(EngineError, match=r"failed after 0\.\d s"):
+            ask(endpoint, QUESTION, model="tiny", timeout_s=0.3)
 
 
 def test_no_connection_outlives_its_request():

@@ -2,11 +2,12 @@
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
 import urllib.request
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from attrs import evolve
@@ -127,6 +128,26 @@ def tagged(tag):
         except OSError:
             continue
     return found
+
+
+def host_pid(run_dir, pid):
+    """Return the host's number of a process that an engine in private namespaces calls ``pid``."""
+    keeper = json.loads((Path(run_dir) / "keeper.json").read_text())["keeper"]["pid"]
+    namespace = os.readlink(f"/proc/{keeper}/ns/pid")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            inside = Path(f"/proc/{name}/status").read_text().split("NSpid:")[1].split("\n")[0].split()
+            if inside[-1] == str(pid) and os.readlink(f"/proc/{name}/ns/pid") == namespace:
+                return int(name)
+    raise AssertionError(f"{run_dir} has no process {pid}")
+
+
+def kill_rank(run_dir, role):
+    """Kill one rank of an engine, as the kernel does when memory is short; return its pid inside."""
+    (name,) = [path.name for path in (Path(run_dir) / "rank" / "control").iterdir() if path.name.startswith(role)]
+    pid = int(name.split(".")[1])
+    os.kill(host_pid(run_dir, pid), signal.SIGKILL)
+    return pid
 
 
 def mounts():

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from coldsnap.errors import AdmissionError, FormatError
+from coldsnap.errors import AdmissionError, ColdSnapError, FormatError
 from coldsnap.host.facts import Facts, FeatureResult, PackFacts, QualificationRecord, StoreFacts
 from coldsnap.host.mounts import filesystem_of
 
@@ -35,6 +35,12 @@ def test_facts_survive_a_file_and_a_pickle(facts, tmp_path):
     assert Facts.load(tmp_path / "facts.json") == facts
     assert Facts.load(tmp_path / "facts.json").digest() == facts.digest()
     assert pickle.loads(pickle.dumps(facts)) == facts
+
+
+def test_facts_that_were_never_saved_are_missed_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no facts file at .*facts\.json; correct the path") as caught:
+        Facts.load(tmp_path / "facts.json")
+    assert isinstance(caught.value, ColdSnapError)
 
 
 @pytest.mark.parametrize(

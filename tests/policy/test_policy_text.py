@@ -1,14 +1,16 @@
 """Policies as TOML and JSON."""
 
+import errno
 import json
 import os
+import pickle
 import tomllib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldsnap.errors import PolicyError
+from coldsnap.errors import FileMissingError, FileReadError, PolicyError
 from coldsnap.policy import IO, Policy, leaves
 from coldsnap.policy.text import LIMIT_BYTES
 from strategies import policies, wrong_values
@@ -266,8 +268,19 @@ def test_another_suffix_is_refused(tmp_path):
     assert problems_of(Policy().save, tmp_path / "policy")
 
 
-def test_a_missing_file_is_the_error_of_the_system(tmp_path):
-    with pytest.raises(FileNotFoundError):
+def test_a_missing_file_is_named_and_is_the_error_of_the_system_too(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no policy at .*policy\.toml; correct the path") as caught:
+        Policy.load(tmp_path / "policy.toml")
+    assert isinstance(caught.value, FileMissingError)
+    assert caught.value.path == str(tmp_path / "policy.toml")
+    assert caught.value.errno == errno.ENOENT
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.path, again.errno) == (str(caught.value), caught.value.path, errno.ENOENT)
+
+
+def test_what_cannot_be_read_as_a_file_is_named(tmp_path):
+    (tmp_path / "policy.toml").mkdir()
+    with pytest.raises(FileReadError, match=r"the policy .*policy\.toml cannot be read: Is a directory"):
         Policy.load(tmp_path / "policy.toml")
 
 

@@ -140,8 +140,9 @@ class CapsuleUnit:
         root_pid: Of the tree, in its namespace.
         pids: Every pid of the tree, in its namespace, ascending.
         listeners: TCP listeners.
-        volatile: What to put back on the private tmpfs before a thaw.
-        logs: Recorded sizes.
+        volatile: What to put back on the private tmpfs before a thaw; empty where the driver keeps an index of its own
+            beside the images, as n610 does.
+        logs: Recorded sizes; empty where the driver makes logs anew, as n610 does.
         namespace: ``private`` (pid, mount, ipc) or ``host``.
         run_dir: The run directory as the tree sees it.
         files: Every file of the capsule.

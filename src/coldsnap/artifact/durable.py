@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from coldsnap.artifact.held import is_held
+from coldsnap.artifact.held import user_of
 from coldsnap.errors import ArtifactError
 
 __all__ = [
@@ -313,12 +313,20 @@ def remove_committed(path: Path, *, at: FaultPoint = unharmed) -> None:
     """
     if path.is_symlink() or not is_committed(path):
         raise ArtifactError(f"{path} is not a committed artifact; nothing was deleted")
-    if is_held(path):
-        raise ArtifactError(f"{path} is in use by the capture that wrote it; nothing was deleted, wait for its end")
-    at(f"{COMMITTED}:rename")
-    os.rename(path / COMMITTED, path / UNCOMMITTED)
-    _fsync_directory(path, at)
-    remove_uncommitted(path, at=at)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            user = user_of(path) or "another process"
+            raise ArtifactError(f"{path} is in use by {user}; nothing was deleted, wait for its end") from error
+        at(f"{COMMITTED}:rename")
+        os.rename(path / COMMITTED, path / UNCOMMITTED)
+        _fsync_directory(path, at)
+        at(f"{path.name}:rename")
+        _remove_aside(path)
+    finally:
+        os.close(fd)
     _fsync_directory(path.parent, at)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from coldsnap.engines.endpoint import stream
+from coldsnap.engines.endpoint import UNWATCHED, Watch, stream
 from coldsnap.errors import AcceptanceError, EngineError
 from coldsnap.keeper.directive import Endpoint
 
@@ -50,7 +50,15 @@ class Answer:
     seconds: float = field(default=0.0, eq=False)
 
 
-def ask(endpoint: Endpoint, question: Question, *, model: str, timeout_s: float, request_id: str = "") -> Answer:
+def ask(
+    endpoint: Endpoint,
+    question: Question,
+    *,
+    model: str,
+    timeout_s: float,
+    request_id: str = "",
+    watch: Watch = UNWATCHED,
+) -> Answer:
     """Put the question through ``/v1/completions``.
 
     Args:
@@ -59,9 +67,10 @@ def ask(endpoint: Endpoint, question: Question, *, model: str, timeout_s: float,
         model: The name under which the engine serves its model.
         timeout_s: For the whole answer, s.
         request_id: Becomes part of the request's id; the key of an engine that is not open to others yet.
+        watch: What ends the wait before its time.
 
     Raises:
-        EngineError: The engine refused, broke off, took too long, or answered without token ids.
+        EngineError: The engine ended, refused, broke off, took too long, or answered without token ids.
     """
     body = {
         "model": model,
@@ -77,7 +86,7 @@ def ask(endpoint: Endpoint, question: Question, *, model: str, timeout_s: float,
     token_ids: list[int] = []
     text: list[str] = []
     first_s = last_s = 0.0
-    for last_s, event in stream(endpoint, "/v1/completions", body, timeout_s=timeout_s, headers=headers):
+    for last_s, event in stream(endpoint, "/v1/completions", body, timeout_s=timeout_s, headers=headers, watch=watch):
         for choice in _choices(event):
             if choice.get("token_ids") and not token_ids:
                 first_s = last_s

@@ -24,6 +24,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from attrs import frozen
 
 from coldsnap.engines.acceptance import Answer, Question
+from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment
 from coldsnap.engines.model import ModelIdentity
 from coldsnap.errors import AdmissionError, UnsupportedError
@@ -67,6 +68,14 @@ class Engine(Protocol):
     @property
     def world_size(self) -> int:
         """Return the number of ranks that hold a share of the model."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Return over how many ranks each layer is spread."""
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Return over how many stages the layers are spread."""
 
     @property
     def user_seeded(self) -> bool:
@@ -114,11 +123,19 @@ class Engine(Protocol):
     def roles(self, *, gpu: bool) -> Mapping[str, int]:
         """Return how many ranks of each role listen once the engine is ready."""
 
-    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float, request_id: str = "") -> Answer:
+    def ask(
+        self,
+        endpoint: Endpoint,
+        question: Question,
+        *,
+        timeout_s: float,
+        request_id: str = "",
+        watch: Watch = UNWATCHED,
+    ) -> Answer:
         """Put a question to the running engine.
 
         Raises:
-            EngineError: It refused, broke off or took too long.
+            EngineError: It ended, refused, broke off or took too long.
         """
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from coldsnap.errors import EngineError
 from coldsnap.keeper.control import request_control
@@ -45,9 +45,11 @@ class Ranks:
 
     Attributes:
         directory: The directory of the directive, as the caller sees it (``Keeper.rank_dir``).
+        ended: Looked at while answers are awaited; a sentence means that the engine, or a rank of it, is dead.
     """
 
     directory: str | os.PathLike[str]
+    ended: Callable[[], str | None] = field(default=lambda: None, kw_only=True)
 
     def present(self) -> tuple[RankAddress, ...]:
         """Return every control socket there is, ordered by role and pid."""
@@ -164,13 +166,13 @@ class Ranks:
         return self._front("status", timeout_s=timeout_s)
 
     def _all(self, op: str, *, timeout_s: float, **arguments: Any) -> Mapping[str, Mapping[str, Any]]:
-        replies = request_control(self.directory, op, timeout_s=timeout_s, **arguments)
+        replies = request_control(self.directory, op, timeout_s=timeout_s, ended=self.ended, **arguments)
         if not replies:
             raise EngineError(f"no rank listens below {self.directory}: the engine's plugin was not loaded")
         return replies
 
     def _front(self, op: str, *, timeout_s: float, **arguments: Any) -> Mapping[str, Any]:
-        replies = request_control(self.directory, op, roles=["api"], timeout_s=timeout_s, **arguments)
+        replies = request_control(self.directory, op, roles=["api"], timeout_s=timeout_s, ended=self.ended, **arguments)
         if len(replies) != 1:
             raise EngineError(f"expected one rank with the role api below {self.directory}, found {len(replies)}")
         return next(iter(replies.values()))

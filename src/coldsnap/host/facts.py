@@ -12,7 +12,7 @@ from pathlib import Path
 
 from attrs import field, frozen
 
-from coldsnap.errors import AdmissionError
+from coldsnap.errors import AdmissionError, FileReadError
 from coldsnap.host.record import canonical, digest, load_record, to_plain
 
 FORMAT = 1
@@ -335,9 +335,13 @@ class Facts:
         """Read facts that were saved.
 
         Raises:
+            FileReadError: The file cannot be read; a FileNotFoundError when there is none.
             FormatError: It is no such file.
         """
-        text = Path(path).read_text()
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise FileReadError.of(error, os.fspath(path), "facts file") from error
         return load_record(cls, text, where=os.fspath(path), kind=KIND, version=FORMAT)
 
     def __str__(self) -> str:

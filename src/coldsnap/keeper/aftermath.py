@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from typing import Any
 
@@ -34,9 +35,7 @@ def settle(dir_fd: int, root_fd: int, *, state: str, cause: str, end: int | None
         recorded, did = None, [f"the journal cannot be read: {error}"]
     if recorded is not None:
         did = [undo.remove_path(root_fd, entry) for entry in reversed(recorded.entries) if entry["kind"] == "remove"]
-        log = journal.Journal(dir_fd)
-        log.undone(cause, did)
-        log.close()
+        did += _note(dir_fd, cause, did)
     outcome = {
         "format": layout.FORMAT,
         "state": state,
@@ -46,10 +45,23 @@ def settle(dir_fd: int, root_fd: int, *, state: str, cause: str, end: int | None
         "undone": did,
         "ended_unix_ns": time.time_ns(),
     }
-    layout.write_json(dir_fd, layout.OUTCOME, outcome)
+    try:
+        layout.write_json(dir_fd, layout.OUTCOME, outcome)
+    except OSError as error:  # no room: whoever looks next settles it again
+        sys.stderr.write(f"the outcome could not be written: {error}\n")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(layout.KEEPER_SOCKET, dir_fd=dir_fd)
     return outcome
+
+
+def _note(dir_fd: int, cause: str, did: list[str]) -> list[str]:
+    try:
+        log = journal.Journal(dir_fd)
+        log.undone(cause, did)
+        log.close()
+    except OSError as error:
+        return [f"the journal could not be written: {error.strerror}"]
+    return []
 
 
 def settle_once(dir_fd: int, root_fd: int, *, cause: str) -> dict[str, Any]:

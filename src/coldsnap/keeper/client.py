@@ -19,6 +19,7 @@ from coldsnap.keeper import layout
 from coldsnap.keeper.connection import ANSWER_S, Connection, connect, start
 from coldsnap.keeper.directive import DIRECTIVE_VARIABLE
 from coldsnap.keeper.operations import HELPER_GRACE_S
+from coldsnap.keeper.rundir import require_room
 from coldsnap.keeper.status import Exit, Interrupted, Process, Status, read_status
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
 from coldsnap.keeper.undo import Undo
@@ -81,11 +82,12 @@ class Keeper:
             timeout_s: For all of it.
 
         Raises:
-            AdmissionError: The directory belongs to a living engine or is not a run directory, or the kernel permits no
-                namespaces here.
+            AdmissionError: The directory belongs to a living engine or is not a run directory, there is no room for
+                one, or the kernel permits no namespaces here.
             StepTimeout: It did not answer.
             StepError: It could not start.
         """
+        require_room(run_dir)
         connection = start(
             Path(os.path.abspath(run_dir)),
             private=namespace == "private",
@@ -147,6 +149,11 @@ class Keeper:
         return layout.tail(os.fspath(self.log_path), lines)
 
     # Operations
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an operation of this connection is."""
+        return self._operation is not None
 
     def begin(self, operation: str, undo: Sequence[Undo] = ()) -> None:
         """Begin an operation; from now on it is undone unless it ends.

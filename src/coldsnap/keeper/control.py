@@ -11,19 +11,25 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from coldsnap.errors import EngineError, StepTimeout
 from coldsnap.keeper import layout
 
 REPLY_BYTES = 64 << 10
+NO_ANSWER = "no answer in time"
 _SUFFIX = ".sock"
 _MARGIN_S = 2.0  # for a rank that answers at its very deadline
+_LOOK_S = 0.5  # how long a dead rank may keep the others waiting
 
 
 def ask(
-    control_fd: int, request: Mapping[str, Any], timeout_s: float, roles: Sequence[str] | None = None
+    control_fd: int,
+    request: Mapping[str, Any],
+    timeout_s: float,
+    roles: Sequence[str] | None = None,
+    ended: Callable[[], str | None] = lambda: None,
 ) -> dict[str, dict[str, Any] | str]:
     """Ask every rank that listens.
 
@@ -32,6 +38,7 @@ def ask(
         request: One JSON object.
         timeout_s: For all of them together.
         roles: Only ranks with these roles.
+        ended: Called twice a second; a sentence means that the engine, or a rank of it, is dead, and ends the wait.
 
     Returns:
         For each socket, named ``role.pid``, the reply, or a sentence about why there is none.
@@ -48,7 +55,7 @@ def ask(
             except OSError as error:
                 answers[name] = f"it does not listen: {error.strerror or error}"
                 waiting.pop(connection.fileno())[1].close()
-        _collect(waiting, answers, end)
+        _collect(waiting, answers, end, ended)
     finally:
         for _, connection in waiting.values():
             connection.close()
@@ -68,19 +75,25 @@ def _submit(connection: socket.socket, path: str, request: Mapping[str, Any], en
 
 
 def _collect(
-    waiting: dict[int, tuple[str, socket.socket]], answers: dict[str, dict[str, Any] | str], end: float
+    waiting: dict[int, tuple[str, socket.socket]],
+    answers: dict[str, dict[str, Any] | str],
+    end: float,
+    ended: Callable[[], str | None],
 ) -> None:
     poll = select.poll()
     for fd in waiting:
         poll.register(fd, select.POLLIN)
-    while waiting and (left := end - time.monotonic()) > 0:
-        for fd, _ in poll.poll(left * 1000):
+    why = None
+    while waiting and (left := end - time.monotonic()) > 0 and why is None:
+        ready = poll.poll(min(left, _LOOK_S) * 1000)
+        why = None if ready else ended()
+        for fd, _ in ready:
             name, connection = waiting.pop(fd)
             poll.unregister(fd)
             answers[name] = _reply(connection)
             connection.close()
     for name, _ in waiting.values():
-        answers[name] = "no answer in time"
+        answers[name] = f"the engine ended: {why}" if why else NO_ANSWER
 
 
 def _reply(connection: socket.socket) -> dict[str, Any] | str:
@@ -94,7 +107,13 @@ def _reply(connection: socket.socket) -> dict[str, Any] | str:
 
 
 def request_control(
-    rank_dir: str | os.PathLike[str], op: str, *, roles: Sequence[str] | None = None, timeout_s: float, **arguments: Any
+    rank_dir: str | os.PathLike[str],
+    op: str,
+    *,
+    roles: Sequence[str] | None = None,
+    timeout_s: float,
+    ended: Callable[[], str | None] = lambda: None,
+    **arguments: Any,
 ) -> dict[str, dict[str, Any]]:
     """Ask the ranks of an engine to do something, and insist on an answer from each.
 
@@ -103,6 +122,7 @@ def request_control(
         op: See docs/architecture.md, "Directive and control".
         roles: Only ranks with these roles, for example ``("api",)``.
         timeout_s: Deadline for all; also sent to the ranks.
+        ended: As for :func:`ask`.
         **arguments: Of the operation.
 
     Returns:
@@ -114,14 +134,14 @@ def request_control(
     """
     control_fd = os.open(os.path.join(rank_dir, layout.CONTROL), layout.DIRECTORY)
     try:
-        answers = ask(control_fd, {"op": op, "timeout_s": timeout_s, **arguments}, timeout_s + _MARGIN_S, roles)
+        answers = ask(control_fd, {"op": op, "timeout_s": timeout_s, **arguments}, timeout_s + _MARGIN_S, roles, ended)
     finally:
         os.close(control_fd)
     replies = {
         name: answer for name, answer in answers.items() if isinstance(answer, dict) and answer.get("ok") is True
     }
     bad = [f"{name}: {_sentence(answer)}" for name, answer in answers.items() if name not in replies]
-    if any(answer == "no answer in time" for answer in answers.values()):
+    if any(answer == NO_ANSWER for answer in answers.values()):
         raise StepTimeout(
             f"{op} was not answered within {timeout_s:g} s by every rank: {'; '.join(bad)}", seconds=timeout_s
         )

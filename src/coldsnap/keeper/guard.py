@@ -7,6 +7,7 @@ directory says so or is gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -46,8 +47,16 @@ def main(bootstrap_fd: int) -> NoReturn:
     except _Refused as refused:
         _answer(first, refused.kind, str(refused))
     except OSError as error:
-        _answer(first, "os", str(error))
+        _answer(first, *_told(error, received[0]["run_dir"]))
     os._exit(0)
+
+
+def _told(error: OSError, run_dir: str) -> tuple[str, str]:
+    """Say what is wrong with a place for a run directory."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        sentence = f"there is no room left for the run directory {run_dir} ({error.strerror}); {layout.ELSEWHERE}"
+        return "busy", sentence
+    return "os", str(error)
 
 
 def _answer(first: socket.socket, kind: str, sentence: str) -> None:
@@ -73,7 +82,13 @@ def _guard(first: socket.socket, *, run_dir: str, private: bool, labels: dict[st
 def _claim(run_dir: str) -> int:
     """Make the run directory, or take a dead one over; it is locked for as long as guard or keeper live."""
     parent = os.path.dirname(run_dir)
-    os.makedirs(parent, 0o700, exist_ok=True)
+    try:
+        os.makedirs(parent, 0o700, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        found = error.filename if isinstance(error, FileExistsError) else parent
+        raise _Refused(
+            "busy", f"{found} is not a directory, so that {run_dir} cannot be made; choose another run directory"
+        ) from None
     _check_parent(parent)
     while True:
         with contextlib.suppress(FileExistsError):
@@ -214,7 +229,12 @@ def _await_end(birth: Birth, link: socket.socket, child: int) -> dict[str, Any] 
             birth.first, "privilege" if refused else "os", f"{reason}; {namespaces.NEED}" if refused else str(reason)
         )
         return {"final": "stopped"}
-    _introduce(birth, child)
+    try:
+        _introduce(birth, child)
+    except OSError as error:
+        os.kill(child, signal.SIGKILL)
+        _answer(birth.first, *_told(error, birth.run_dir))
+        return {"final": "stopped"}
     birth.first.close()
     with contextlib.suppress(OSError):  # when the keeper is dead already, the next line says so
         wire.send(link, {"keeper_pid": child})

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import html
+import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +27,8 @@ from coldsnap.keeper.status import Exit, Interrupted, Process, Status
 
 __all__ = ["Engine", "EngineStatus", "list_engines"]
 
+_LOOK_S = 0.5  # how long a dead rank may go unnoticed by a wait, s
+
 
 @frozen(kw_only=True)
 class EngineStatus:
@@ -33,9 +37,9 @@ class EngineStatus:
     Attributes:
         name: Its name.
         run_dir: Its run directory.
-        state: ``starting`` (a launch or restore is under way), ``running``, ``stopped`` (frozen), ``exited`` (by
-        itself),
-            ``gone`` (stopped on request, killed, or never there).
+        state: ``starting`` (a launch or restore is under way), ``running``, ``stopped`` (frozen), ``failed`` (its root
+            runs, but a rank of it is dead: stop it), ``exited`` (by itself), ``gone`` (stopped on request, killed, or
+            never there).
         root_pid: In the tree's pid namespace.
         since_unix_ns: When it was started or restored.
         exit: How its root ended, when somebody saw it.
@@ -43,12 +47,12 @@ class EngineStatus:
         interrupted: What was undone last, and why.
         endpoint: Where it answers.
         incarnation: Which launch or restore this is.
-        story: What became of it, once it is no more.
+        story: What became of it, once it is no more or has failed.
     """
 
     name: str
     run_dir: Path
-    state: Literal["starting", "running", "stopped", "exited", "gone"]
+    state: Literal["starting", "running", "stopped", "failed", "exited", "gone"]
     root_pid: int | None = None
     since_unix_ns: int | None = None
     exit: Exit | None = None
@@ -141,7 +145,7 @@ class Engine:
         return EngineStatus(
             name=self.name,
             run_dir=self.run_dir,
-            state="starting" if status.state == "empty" else status.state,
+            state=_state(status),
             root_pid=status.root_pid,
             since_unix_ns=status.since_unix_ns,
             exit=status.exit,
@@ -149,6 +153,7 @@ class Engine:
             interrupted=status.interrupted,
             endpoint=None if directive is None else directive.endpoint,
             incarnation=None if directive is None else directive.incarnation,
+            story=status.loss,
         )
 
     def processes(self) -> tuple[Process, ...]:
@@ -162,16 +167,20 @@ class Engine:
     # The end
 
     def wait(self, timeout_s: float | None = None) -> EngineStatus:
-        """Wait until it is no more.
+        """Wait until it is no more, or has failed: then its root still runs, and ``stop`` ends it.
 
         Args:
             timeout_s: None waits for ever.
 
         Raises:
-            StepTimeout: It still is.
+            StepTimeout: It still serves.
         """
-        if not self.keeper.wait(timeout_s):
-            raise StepTimeout(f"{self.name} still runs after {timeout_s} s", seconds=timeout_s or 0.0)
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self.keeper.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
+            if (status := self.status()).state == "failed":
+                return status
+            if time.monotonic() >= end:
+                raise StepTimeout(f"{self.name} still runs after {timeout_s} s", seconds=timeout_s or 0.0)
         return _dead(self.name, self.run_dir, post_mortem(self.run_dir, patience_s=1.0))
 
     def stop(self, grace_s: float = 10.0) -> Exit | None:
@@ -259,6 +268,12 @@ def _look(run_dir: Path) -> EngineStatus:
         return engine.status()
     finally:
         engine.detach()
+
+
+def _state(status: Status) -> Literal["starting", "running", "stopped", "failed", "exited"]:
+    if status.state == "empty":
+        return "starting"
+    return "failed" if status.lost and status.state == "running" else status.state
 
 
 def _place(run_dir_or_name: str | os.PathLike[str]) -> Path:

@@ -6,6 +6,7 @@ SIGKILL; a machine that crashes takes the tree with it, so nothing is fsynced.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -53,7 +54,10 @@ class Journal:
 
     def _write(self, event: str, **fields: Any) -> None:
         line = json.dumps({"event": event, "unix_ns": time.time_ns(), **fields}, separators=(",", ":"))
-        os.write(self._fd, line.encode("ascii") + b"\n")
+        data, before = line.encode("ascii") + b"\n", os.fstat(self._fd).st_size
+        if os.write(self._fd, data) < len(data):  # a filesystem that is nearly full takes a part, and says nothing
+            os.ftruncate(self._fd, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), layout.JOURNAL)
 
 
 def in_flight(dir_fd: int) -> Recorded | None:

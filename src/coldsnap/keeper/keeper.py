@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from coldsnap.keeper import aftermath, kernel, layout, namespaces, wire
 from coldsnap.keeper.birth import Birth
-from coldsnap.keeper.operations import Operations, Refused
+from coldsnap.keeper.operations import Operations
+from coldsnap.keeper.request import Refused
 from coldsnap.keeper.tree import Tree
 
 MAX_CONNECTIONS = 64

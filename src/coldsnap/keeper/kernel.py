@@ -19,6 +19,8 @@ MS_BIND = 4096
 MS_REC = 16384
 MS_PRIVATE = 1 << 18
 
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_SECCOMP = 22
@@ -52,6 +54,16 @@ def mount(source: str, target: str, filesystem: str | None, flags: int, data: st
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, filesystem)]
     options = None if data is None else os.fsencode(data)
     _check(_libc.mount(*arguments, ctypes.c_ulong(flags), options), f"mount({source} on {target})")
+
+
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    """Give back the space of a part of a file, which then reads as zeros; its size stays."""
+    _check(
+        _libc.fallocate(
+            fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length)
+        ),
+        f"fallocate(PUNCH_HOLE, {offset}, {length})",
+    )
 
 
 def die_with_parent(signal: int) -> None:

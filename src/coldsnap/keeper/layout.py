@@ -28,6 +28,7 @@ CONTROL = "control"
 TMP = "tmp"  # of a tree in the host's namespaces
 ENGINE_LOG = "engine.log"
 KEEPER_LOG = "keeper.log"
+ELSEWHERE = "free some there, or choose a run directory on another filesystem (Placement.run_dir)"
 KNOWN = frozenset({KEEPER_FILE, KEEPER_SOCKET, JOURNAL, OUTCOME, RANK, WORK})
 
 # Fixed at launch, and for every restore of that process for ever: the tree remembers them.
@@ -52,9 +53,14 @@ def replace(dir_fd: int, name: str, data: bytes) -> None:
     """
     temporary = f".{name}.{os.getpid()}"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
-    with open(fd, "wb") as stream:
-        stream.write(data)
-    os.replace(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    try:
+        with open(fd, "wb") as stream:
+            stream.write(data)
+        os.replace(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=dir_fd)
+        raise OSError(error.errno, error.strerror, name) from None  # write(2) knows no names, people do
 
 
 def write_json(dir_fd: int, name: str, value: Mapping[str, Any]) -> None:

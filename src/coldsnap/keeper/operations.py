@@ -6,15 +6,19 @@ undone. The keeper does not know what an operation means, only how to undo it.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from coldsnap.keeper import control, launcher, layout, namespaces, undo
+from coldsnap.keeper import control, engine_log, launcher, layout, namespaces, request, undo
 from coldsnap.keeper.birth import Birth
 from coldsnap.keeper.journal import Journal
+from coldsnap.keeper.request import Refused
+from coldsnap.keeper.roster import Roster
 from coldsnap.keeper.tree import Tree, describe, read
 
 HELPER_GRACE_S = 20.0
@@ -25,30 +29,6 @@ _SIGNALS = 65
 
 Later: TypeAlias = "tuple[Callable[[], Mapping[str, Any] | None], float, Mapping[str, Any]]"
 Answer: TypeAlias = "Mapping[str, Any] | Later"
-
-_ARGUMENTS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "hello": {},
-    "begin": {"operation": str, "undo": list},
-    "undo": {"entry": dict},
-    "end": {},
-    "abort": {},
-    "spawn_engine": {"argv": list, "env": dict, "cwd": str, "pid_floor": int, "deny_io_uring": bool},
-    "spawn_helper": {"argv": list, "env": dict, "name": str, "fds": list},
-    "wait_helper": {"pid": int, "timeout_s": (int, float)},
-    "adopt": {"pid": int},
-    "tree": {},
-    "signal": {"signal": int, "whom": str},
-    "status": {},
-    "stop": {"grace_s": (int, float)},
-}
-
-
-class Refused(Exception):
-    """A request that is answered with ``ok: false``."""
-
-    def __init__(self, kind: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.kind = kind
 
 
 class _InFlight:
@@ -78,9 +58,11 @@ class Operations:
         self.finish: dict[str, Any] | None = None
         self._tree_fd = tree_fd
         self._journal = Journal(birth.dir_fd)
+        self._roster = Roster(tree_fd)
         self._flight: _InFlight | None = None
         self._interrupted: dict[str, Any] | None = None
         self._stop_at: float | None = None
+        self._log_at = 0.0  # when to look at the engine's log again, on the monotonic clock
 
     def perform(self, caller: int, message: Mapping[str, Any], fds: list[int]) -> Answer:
         """Do what a message asks.
@@ -92,16 +74,7 @@ class Operations:
             Refused: The request is not understood, or not possible now.
             OSError: The kernel refused.
         """
-        op = message.get("op")
-        expected = _ARGUMENTS.get(op) if isinstance(op, str) else None
-        if expected is None:
-            raise Refused("format", f"unknown op {op!r}; known: {', '.join(_ARGUMENTS)}")
-        given = {name: value for name, value in message.items() if name != "op"}
-        if set(given) != set(expected):
-            raise Refused("format", f"{op} takes {sorted(expected)}, found {sorted(given)}")
-        for name, kind in expected.items():
-            if not isinstance(given[name], kind) or (isinstance(given[name], bool) and kind is not bool):
-                raise Refused("format", f"{op}: {name} has the wrong type {type(given[name]).__name__}")
+        op, given = request.checked(message)
         if self._stop_at is not None and op not in {"hello", "status", "tree", "stop"}:
             raise Refused("state", "this keeper is stopping its engine")
         answer: Answer = getattr(self, f"_{op}")(caller, fds, **given)
@@ -116,6 +89,8 @@ class Operations:
     def next_moment(self) -> float | None:
         """Return when :meth:`advance` must be called at the latest, on the monotonic clock."""
         moments = self.tree.helper_deadlines()
+        if self.tree.running and self._log_at < math.inf:
+            moments.append(self._log_at)
         if self._stop_at is not None:
             moments.append(self._stop_at)
         if self._flight is not None and self._flight.undoing is not None:
@@ -125,6 +100,7 @@ class Operations:
     def advance(self, now: float, *, connected: bool) -> None:
         """Take the next step of a stop or an undo, and end when there is nothing left to keep."""
         self.tree.end_helpers(now)
+        self._look_at_log(now)
         if self._stop_at is not None and (now >= self._stop_at or not self.tree.running):
             self._finish("stopped")
         flight = self._flight
@@ -135,6 +111,18 @@ class Operations:
                 self._finish("exited")
             elif self.tree.root is None and not connected:
                 self._finish("stopped")
+
+    def _look_at_log(self, now: float) -> None:
+        if not self.tree.running or now < self._log_at:
+            return
+        self._log_at = now + engine_log.LOOK_S
+        if self._flight is not None:  # CRIU notes the sizes of open files
+            return
+        try:
+            engine_log.shorten(self._tree_fd)
+        except OSError as error:  # a filesystem without holes
+            sys.stderr.write(f"the engine's log cannot be shortened, and grows: {error}\n")
+            self._log_at = math.inf
 
     def _may_undo(self, flight: _InFlight, now: float) -> bool:
         return flight.kills or now >= flight.patience or not self.tree.living_helpers()
@@ -198,7 +186,10 @@ class Operations:
     def _undo_now(self, flight: _InFlight, why: str) -> None:
         self.tree.signal(signal.SIGKILL, self.tree.living_helpers())
         did = [self._run(entry) for entry in reversed(flight.entries)]
-        self._journal.undone(why, did)
+        try:
+            self._journal.undone(why, did)
+        except OSError as error:  # there is no room to say so; to remove a second time what is gone does no harm
+            did.append(f"the journal could not be written: {error.strerror}")
         self._flight = None
         self._interrupted = {"operation": flight.name, "why": why, "undone": did, "unix_ns": time.time_ns()}
         if flight.kills:
@@ -242,7 +233,7 @@ class Operations:
     ) -> Answer:
         if self.tree.running:
             raise Refused("state", f"there is an engine already, process {self.tree.root}")
-        _strings(argv, env, cwd)
+        request.require_texts(argv, env, cwd)
         if self.birth.private:
             namespaces.set_pid_floor(pid_floor)
         job = launcher.Job(argv, env, cwd, self._tree_fd, layout.ENGINE_LOG, {}, deny_io_uring)
@@ -253,7 +244,7 @@ class Operations:
     def _spawn_helper(  # noqa: PLR0917 - the message's arguments
         self, caller: int, received: list[int], argv: list[Any], env: dict[str, Any], name: str, fds: list[Any]
     ) -> Answer:
-        _strings(argv, env, "/")
+        request.require_texts(argv, env, "/")
         if not name.replace("-", "").replace("_", "").isalnum():
             raise Refused("format", f"a helper's name is made of letters, digits, - and _, found {name!r}")
         numbers = [fd for fd in fds if type(fd) is int and _FIRST_FD <= fd < _LAST_FD]
@@ -359,7 +350,14 @@ class Operations:
             "since_unix_ns": self.tree.since_unix_ns,
             "operation": None if flight is None else flight.name,
             "interrupted": self._interrupted,
+            "lost": self._lost(),
         }
+
+    def _lost(self) -> list[list[Any]]:
+        # The ranks of an engine that is on its way out die one after the other, and that is no news.
+        if not self.tree.running or self._stop_at is not None:
+            return []
+        return [list(rank) for rank in self._roster.lost(self.tree.ended)]
 
 
 def _entry(value: object) -> undo.Undo:
@@ -374,11 +372,3 @@ def _launch(job: launcher.Job) -> int:
         return launcher.launch(job)
     except launcher.LaunchError as error:
         raise Refused("launch", str(error)) from None
-
-
-def _strings(argv: list[Any], env: dict[str, Any], cwd: str) -> None:
-    texts = [*argv, *env, *env.values(), cwd]
-    if not argv or any(not isinstance(text, str) or "\0" in text for text in texts) or any("=" in name for name in env):
-        raise Refused(
-            "format", "argv and the environment are non-empty lists and objects of strings without NUL, names without ="
-        )

@@ -18,7 +18,11 @@ from attrs import frozen
 from coldsnap.errors import AdmissionError
 from coldsnap.keeper import aftermath, layout
 
-__all__ = ["PostMortem", "discard", "new_name", "post_mortem", "run_dir_for", "run_root"]
+__all__ = ["PostMortem", "discard", "is_full", "new_name", "post_mortem", "require_room", "run_dir_for", "run_root"]
+
+ROOM_BYTES = 4 << 20
+"""What a run directory needs at least: the logs of an engine and of CRIU, a few small files."""
+ROOM_FILES = 64
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -73,6 +77,30 @@ def run_dir_for(name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise AdmissionError(f"an engine's name has letters, digits, '.', '_' and '-', at most 64, found {name!r}")
     return run_root() / name
+
+
+def require_room(run_dir: str | os.PathLike[str]) -> None:
+    """Refuse a place without room for a run directory, before anything is started there.
+
+    Raises:
+        AdmissionError: The filesystem is all but full.
+    """
+    place = Path(os.path.abspath(run_dir))
+    while not place.is_dir() and place != place.parent:
+        place = place.parent
+    found = os.statvfs(place)
+    free_bytes = found.f_bavail * found.f_frsize
+    if free_bytes < ROOM_BYTES or (found.f_files and found.f_favail < ROOM_FILES):
+        raise AdmissionError(
+            f"the filesystem of the run directory {run_dir} has room for {free_bytes >> 10} KiB and {found.f_favail} "
+            f"files, expected at least {ROOM_BYTES >> 10} KiB and {ROOM_FILES} files; {layout.ELSEWHERE}"
+        )
+
+
+def is_full(run_dir: str | os.PathLike[str]) -> bool:
+    """Tell whether nothing more can be written to a run directory."""
+    found = os.statvfs(run_dir)
+    return found.f_bavail == 0 or (found.f_files != 0 and found.f_favail == 0)
 
 
 def post_mortem(run_dir: str | os.PathLike[str], *, lines: int = 20, patience_s: float = 0.0) -> PostMortem:

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from coldsnap.keeper.tree import describe
 
-__all__ = ["Exit", "Interrupted", "Process", "Status", "read_status"]
+__all__ = ["Exit", "Interrupted", "LostRank", "Process", "Status", "read_status"]
 
 
 @frozen(kw_only=True)
@@ -53,6 +53,18 @@ class Interrupted:
 
 
 @frozen(kw_only=True)
+class LostRank:
+    """A rank that died while the root of its engine runs on; ``exit`` is None when nobody saw how."""
+
+    role: str
+    pid: int
+    exit: Exit | None
+
+    def __str__(self) -> str:
+        return f"its {self.role} (pid {self.pid}) has died{f' with {self.exit}' if self.exit else ''}"
+
+
+@frozen(kw_only=True)
 class Status:
     """What a keeper says of its engine.
 
@@ -63,6 +75,7 @@ class Status:
         since_unix_ns: When it was started or restored.
         operation: What is in flight.
         interrupted: What was undone last.
+        lost: Ranks that are dead although the root runs.
     """
 
     state: Literal["empty", "running", "stopped", "exited"]
@@ -71,6 +84,12 @@ class Status:
     since_unix_ns: int | None
     operation: str | None
     interrupted: Interrupted | None
+    lost: tuple[LostRank, ...] = ()
+
+    @property
+    def loss(self) -> str:
+        """Say in a sentence which ranks are dead; empty while all live."""
+        return "; ".join(map(str, self.lost))
 
 
 def read_status(answer: Mapping[str, Any]) -> Status:
@@ -83,4 +102,6 @@ def read_status(answer: Mapping[str, Any]) -> Status:
         since_unix_ns=answer["since_unix_ns"],
         operation=answer["operation"],
         interrupted=last and Interrupted(operation=last["operation"], why=last["why"], undone=tuple(last["undone"])),
+        # A keeper outlives the library that started it: one of an older version says nothing of its ranks.
+        lost=tuple(LostRank(role=role, pid=pid, exit=Exit.of(end)) for role, pid, end in answer.get("lost", ())),
     )

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 KILL_TIMEOUT_S = 10.0
@@ -94,6 +95,11 @@ class Tree:
         self.since_unix_ns: int | None = None
         self.helpers: dict[int, Helper] = {}
         self._ended: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def ended(self) -> Mapping[int, int]:
+        """Return how the last processes that were reaped here have ended, by pid."""
+        return self._ended
 
     @property
     def running(self) -> bool:

@@ -144,7 +144,7 @@ class Policy(Section):
 
         Raises:
             PolicyError: The text is no valid policy; every problem with its path.
-            OSError: The file cannot be read.
+            FileReadError: The file cannot be read; a FileNotFoundError when there is none.
         """
         from coldsnap.policy import text  # noqa: PLC0415  a policy built in Python needs no parser
 

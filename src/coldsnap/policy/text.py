@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coldsnap.errors import PolicyError
+from coldsnap.errors import FileReadError, PolicyError
 from coldsnap.policy.leaf import Leaf, Section, flat, leaves_of
 from coldsnap.policy.limits import clipped, did_you_mean, found, literal
 from coldsnap.policy.rules import Problem, broken_rules
@@ -26,9 +26,16 @@ _HINTS = 50  # looking for close words is slow, and a megabyte of unknown keys i
 
 
 def read_file(path: str) -> bytes:
-    """Read a policy file, one byte more than allowed at most."""
-    with open(path, "rb") as file:
-        return file.read(LIMIT_BYTES + 1)
+    """Read a policy file, one byte more than allowed at most.
+
+    Raises:
+        FileReadError: It cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read(LIMIT_BYTES + 1)
+    except OSError as error:
+        raise FileReadError.of(error, path, "policy") from error
 
 
 def _decoded(text: str | bytes, what: str) -> str:

@@ -16,6 +16,7 @@ from coldsnap.artifact.canonical import digest
 from coldsnap.engines import acceptance
 from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import LaunchCommand
+from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.model import ModelIdentity
 from coldsnap.engines.specs import register
@@ -49,6 +50,8 @@ class ReferenceEngine:
     kind: ClassVar[str] = "reference"
     distribution: ClassVar[str] = "torch"
     world_size: ClassVar[int] = 1
+    tensor_parallel_size: ClassVar[int] = 1
+    pipeline_parallel_size: ClassVar[int] = 1
 
     python: str = field(factory=lambda: sys.executable)
     model: str = "reference"
@@ -120,10 +123,20 @@ class ReferenceEngine:
         """Return how many ranks of each role listen once it is ready."""
         return {"api": 1, "worker": 1}
 
-    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float, request_id: str = "") -> Answer:
+    def ask(
+        self,
+        endpoint: Endpoint,
+        question: Question,
+        *,
+        timeout_s: float,
+        request_id: str = "",
+        watch: Watch = UNWATCHED,
+    ) -> Answer:
         """Put a question to the running server.
 
         Raises:
-            EngineError: It refused, broke off or took too long.
+            EngineError: It ended, refused, broke off or took too long.
         """
-        return acceptance.ask(endpoint, question, model=self.served_model, timeout_s=timeout_s, request_id=request_id)
+        return acceptance.ask(
+            endpoint, question, model=self.served_model, timeout_s=timeout_s, request_id=request_id, watch=watch
+        )

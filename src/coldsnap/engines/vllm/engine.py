@@ -18,6 +18,7 @@ from attrs import Attribute, evolve, field, frozen
 from coldsnap.engines import acceptance
 from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import LaunchCommand
+from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.model import REVISION, ModelIdentity, identify_directory, identify_hub, read_config
 from coldsnap.engines.settings import check_user_environment
@@ -116,7 +117,17 @@ class VLLM:
     @property
     def world_size(self) -> int:
         """Return the number of ranks that hold a share of the model."""
-        return self._size("--tensor-parallel-size", "-tp") * self._size("--pipeline-parallel-size", "-pp")
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Return over how many ranks each layer is spread."""
+        return self._size("--tensor-parallel-size", "-tp")
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Return over how many stages the layers are spread."""
+        return self._size("--pipeline-parallel-size", "-pp")
 
     @property
     def user_seeded(self) -> bool:
@@ -225,13 +236,23 @@ class VLLM:
         inside = gpu and self.world_size == 1 and executor != "mp"
         return {"api": 1, "engine": 1} | ({} if inside else {"worker": self.world_size})
 
-    def ask(self, endpoint: Endpoint, question: Question, *, timeout_s: float, request_id: str = "") -> Answer:
+    def ask(
+        self,
+        endpoint: Endpoint,
+        question: Question,
+        *,
+        timeout_s: float,
+        request_id: str = "",
+        watch: Watch = UNWATCHED,
+    ) -> Answer:
         """Put a question to the running server.
 
         Raises:
-            EngineError: It refused, broke off or took too long.
+            EngineError: It ended, refused, broke off or took too long.
         """
-        return acceptance.ask(endpoint, question, model=self.served_model, timeout_s=timeout_s, request_id=request_id)
+        return acceptance.ask(
+            endpoint, question, model=self.served_model, timeout_s=timeout_s, request_id=request_id, watch=watch
+        )
 
     def _size(self, *names: str) -> int:
         value = arguments.last_value(self.args, *names, default="1")
