@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from coldsnap import errors
     from coldsnap.artifact import Artifact
+    from coldsnap.diagnosing import diagnose
     from coldsnap.engines.vllm import VLLM
     from coldsnap.errors import AdmissionError, ColdSnapError, PolicyError
     from coldsnap.execute import execute
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "coldsnap.artifact": ("Artifact",),
+    "coldsnap.diagnosing": ("diagnose",),
     "coldsnap.engines.vllm": ("VLLM",),
     "coldsnap.errors": ("AdmissionError", "ColdSnapError", "PolicyError"),
     "coldsnap.execute": ("execute",),
@@ -82,6 +84,7 @@ __all__ = [
     "Stop",
     "Verify",
     "Weights",
+    "diagnose",
     "errors",
     "execute",
     "local",

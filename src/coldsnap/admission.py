@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from coldsnap.artifact import CapsuleUnit
 from coldsnap.engines.base import LaunchCommand
-from coldsnap.engines.secrets import secret_names
 from coldsnap.errors import AdmissionError
 from coldsnap.host.doctor import problems
 from coldsnap.host.facts import HostFacts
+from coldsnap.host.secrets import secret_names
 from coldsnap.operation import Placement, UnitPlacement
 from coldsnap.policy import ResolvedPolicy
 

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from coldsnap.artifact.durable import COMMITTED
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.endpoint import await_ready, log_tail
-from coldsnap.engines.secrets import secret_names
 from coldsnap.engines.settings import inherited_environment
 from coldsnap.engines.specs import EngineRecord, spec_from_text
 from coldsnap.errors import AcceptanceError, AdmissionError, EngineError, UnsupportedError
 from coldsnap.host.doctor import problems
 from coldsnap.host.probe import probe
+from coldsnap.host.secrets import secret_names
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
 from coldsnap.keeper.handle import Engine as Handle
@@ -66,6 +66,9 @@ __all__ = [
 ]
 
 IDLE_POLL_S = 0.02
+MAX_NOTES = 20
+"""How many findings of an audit are kept in a receipt."""
+
 SOCKET_PATH_BYTES = 107  # unix(7): sun_path, without its NUL
 SPEC, ENVIRONMENT = "spec", "environment"
 
@@ -188,7 +191,18 @@ def attach(session: Session, step: AttachEngine) -> Receipt:
             works="capturing an engine that this library launches, or one launched with --enforce-eager",
         )
     session.model = session.engine.identify(inherited_environment())
-    return Receipt(step=step.id, effective=f"{session.engine.kind} {session.engine.model}")
+    said = _examined(session)
+    return Receipt(step=step.id, effective=f"{session.engine.kind} {session.engine.model}", details=said)
+
+
+def _examined(session: Session) -> Mapping[str, str]:
+    """Refuse a tree that cannot be dumped while it still serves; return what else was found.
+
+    Clients may be connected: they are looked for again when the engine is quiet.
+    """
+    refuses = session.plan.decision("process.secrets").effective == "refuse"
+    audit = n610.prepare_dump(session.living, secrets="blocks" if refuses else "note", patient=True)
+    return {f"{found.severity} {number}": str(found) for number, found in enumerate(audit.notes[:MAX_NOTES], 1)}
 
 
 def _not_as_planned(session: Session, keeper: Keeper) -> Iterator[str]:
@@ -252,10 +266,11 @@ def _empty_prefix_cache(session: Session, timeout_s: float) -> None:
 
 def quiesce(session: Session, step: Quiesce) -> Receipt:
     """Stop taking work; should anything fail from here on, the first thing undone is this."""
+    said = _examined(session)
     prepare(session)
     session.living.undo(control("resume"))
     seconds = session.ranks.quiesce(timeout_s=step.timeout_s)
-    return Receipt(step=step.id, effective="idle", details={"drained_s": seconds})
+    return Receipt(step=step.id, effective="idle", details={"drained_s": seconds, **said})
 
 
 def resume(session: Session, step: ResumeEngine) -> Receipt:

@@ -14,10 +14,10 @@ from pathlib import Path
 from coldsnap import artifact as format9
 from coldsnap.describe import compatibility_unit, described_engine, short_name
 from coldsnap.drivers import n610, sequence
-from coldsnap.engines.secrets import secret_names
 from coldsnap.engines.specs import EngineRecord, spec_to_text
 from coldsnap.host.contracts import CONTRACTS
 from coldsnap.host.facts import HostFacts
+from coldsnap.host.secrets import secret_names
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.steps import CommitArtifact, SealArtifact

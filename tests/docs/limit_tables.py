@@ -1,6 +1,5 @@
 """The tables of docs/limits.md, from the tables of the code; run this file to print them."""
 
-import ast
 import sys
 from pathlib import Path
 
@@ -9,8 +8,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 import fleet
 from attrs import evolve
 
-import coldsnap.drivers.audit
 from coldsnap.behaviour import ANY, WORKING
+from coldsnap.drivers.findings import KINDS
 from coldsnap.engines.vllm import arguments
 from coldsnap.operation import Capture, Placement, UnitPlacement, local
 from coldsnap.policy import Policy, leaves
@@ -55,26 +54,10 @@ def table(rows):
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
 
 
-def audit_phrases():
-    """Every phrase that the audit before a dump says of an obstacle, and of what to do about it."""
-    tree = ast.parse(Path(coldsnap.drivers.audit.__file__).read_text())
-    sources = [
-        node
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.FunctionDef) and node.name.endswith("_obstacles"))
-        or (
-            isinstance(node, ast.Assign)
-            and getattr(node.targets[0], "id", "") in ("_ANONYMOUS", "_TERMINAL", "_OUTSIDE")
-        )
-    ]
-    assert len(sources) >= 7
-    texts = {
-        node.value.strip(" ,:;(")
-        for source in sources
-        for node in ast.walk(source)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    return sorted(text for text in texts if " " in text and len(text) > 10)
+def finding_rows():
+    """Kinds of findings of the doctor."""
+    for name, kind in KINDS.items():
+        yield code(name), kind.severity, kind.found, kind.why, kind.remedy
 
 
 def planned(operation, host=None, **leaves_set):
@@ -153,7 +136,7 @@ if __name__ == "__main__":
 
     print(table(policy_rows()), table(limit_rows(arguments.ARGUMENT_LIMITS)), sep="\n\n")
     print(table(limit_rows(arguments.ENVIRONMENT_LIMITS)), table(model_rows()), sep="\n\n")
-    print(*audit_phrases(), sep="\n")
+    print(table(finding_rows()))
     for title, happens in SITUATIONS.items():
         try:
             print(f"\n{title}: nothing refused: {happens()}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 
@@ -159,3 +160,16 @@ def test_the_quickstart_makes_its_model_and_says_which_engine_environment_is_wro
 
     assert (tmp_path / "tiny-qwen3" / "config.json").exists()
     assert f"the quickstart failed: the engine's interpreter {tmp_path / 'python'} " in capsys.readouterr().err
+
+
+def test_the_doctor_says_what_blocks_and_keeps_it(example, tmp_path, capsys):
+    doctor = example("doctor")
+
+    assert doctor.main([str(os.getpid()), "--json", str(tmp_path / "diagnosis.json")]) == 1
+
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(f"process {os.getpid()} (")
+    assert "was not launched by ColdSnap" in first
+    assert json.loads((tmp_path / "diagnosis.json").read_text())["pid"] == os.getpid()
+    assert doctor.main(["4194999"]) == 2
+    assert capsys.readouterr().err.startswith("there is no process 4194999")

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import signal
 
-from coldsnap.drivers.audit import Audit, audit_tree
+from coldsnap.drivers.audit import PATIENCE_S, Audit, audit_tree
 from coldsnap.drivers.base import TreeKeeper
 from coldsnap.drivers.dump import DumpedTree, dump_tree, opened_directory
+from coldsnap.drivers.findings import Severity
 from coldsnap.drivers.rebind import Rebind
 from coldsnap.drivers.thaw import StagedTree, ThawedTree, stage_tree, thaw_tree
 from coldsnap.drivers.volatile import remove_volatile
@@ -46,11 +47,13 @@ __all__ = [
 ]
 
 
-def prepare_dump(keeper: TreeKeeper) -> Audit:
+def prepare_dump(keeper: TreeKeeper, *, secrets: Severity = "note", patient: bool = False) -> Audit:
     """Audit a running tree before anything is locked or frozen.
 
     Args:
         keeper: The tree's.
+        secrets: How severe an environment name is that looks secret, in any of its processes.
+        patient: Whether connections of clients may be there still: they are looked at again when the engine is quiet.
 
     Returns:
         What was found; ``nvidia_pids`` are the processes to lock and checkpoint.
@@ -59,8 +62,8 @@ def prepare_dump(keeper: TreeKeeper) -> Audit:
         AdmissionError: Something in the tree cannot be dumped; every obstacle with its remedy.
         DriverError: There is no tree.
     """
-    audit = audit_tree(keeper)
-    audit.require()
+    audit = audit_tree(keeper, secrets=secrets, patience_s=0 if patient else PATIENCE_S)
+    audit.require(patient=patient)
     return audit
 
 

@@ -6,8 +6,10 @@ The one rule: it judges facts, so it works for a machine far away too; each sent
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from coldsnap.host.contracts import MINIMUM_CRIU_VERSION
-from coldsnap.host.facts import HostFacts
+from coldsnap.host.facts import CriuFacts, HostFacts, PrivilegeFacts
 
 
 def problems(host: HostFacts, *, namespace: str = "private") -> tuple[str, ...]:
@@ -17,19 +19,27 @@ def problems(host: HostFacts, *, namespace: str = "private") -> tuple[str, ...]:
         host: The host.
         namespace: ``process.namespace`` of the policy; ``private`` needs namespaces.
     """
-    found = [*_criu_problems(host), *_privilege_problems(host)]
-    if namespace == "private":
-        missing = [kind for kind in ("ipc", "mount", "pid") if kind not in host.kernel.namespaces]
-        if missing:
-            found.append(
-                f"private {', '.join(missing)} namespaces cannot be created; run as root with CAP_SYS_ADMIN, "
-                "or set process.namespace to host (docs/deploy.md#privileges)"
-            )
-    return tuple(found)
+    kinds = named_problems(host.criu, host.privileges, host.kernel.namespaces, namespace=namespace)
+    return tuple(sentence for _, sentence in kinds)
 
 
-def _criu_problems(host: HostFacts) -> list[str]:
-    criu = host.criu
+def named_problems(
+    criu: CriuFacts | None, privileges: PrivilegeFacts, namespaces: Sequence[str], *, namespace: str = "private"
+) -> Iterator[tuple[str, str]]:
+    """Yield what :func:`problems` returns, each with its kind: criu, capability or seccomp."""
+    yield from (("criu", sentence) for sentence in _criu_problems(criu))
+    yield from (("capability", sentence) for sentence in _capability_problems(privileges))
+    yield from (("seccomp", sentence) for sentence in _seccomp_problems(privileges))
+    missing = [kind for kind in ("ipc", "mount", "pid") if kind not in namespaces]
+    if namespace == "private" and missing:
+        sentence = (
+            f"private {', '.join(missing)} namespaces cannot be created; run as root with CAP_SYS_ADMIN, "
+            "or set process.namespace to host (docs/deploy.md#privileges)"
+        )
+        yield "capability", sentence
+
+
+def _criu_problems(criu: CriuFacts | None) -> list[str]:
     needed = ".".join(map(str, MINIMUM_CRIU_VERSION))
     if criu is None:
         return [f"no criu executable was found; install CRIU {needed} or newer or name one (docs/deploy.md#criu)"]
@@ -45,18 +55,23 @@ def _criu_problems(host: HostFacts) -> list[str]:
     return []
 
 
-def _privilege_problems(host: HostFacts) -> list[str]:
-    privileges, found = host.privileges, []
-    if missing := privileges.missing_capabilities:
-        found.append(
-            f"capabilities that CRIU needs are missing: {', '.join(missing)} (uid {privileges.euid}); "
-            "run as root, and add them to the container (docs/deploy.md#privileges)"
-        )
-    if privileges.seccomp != "disabled":
-        # The outermost filtered process is where the filter comes from: children inherit it.
-        origin = privileges.filtered_ancestors[-1] if privileges.filtered_ancestors else "a process outside"
-        found.append(
-            f"this process runs under a seccomp filter that comes from {origin}, and CRIU must not; "
-            "start the container without a seccomp profile (docs/deploy.md#seccomp)"
-        )
-    return found
+def _capability_problems(privileges: PrivilegeFacts) -> list[str]:
+    if not (missing := privileges.missing_capabilities):
+        return []
+    sentence = (
+        f"capabilities that CRIU needs are missing: {', '.join(missing)} (uid {privileges.euid}); "
+        "run as root, and add them to the container (docs/deploy.md#privileges)"
+    )
+    return [sentence]
+
+
+def _seccomp_problems(privileges: PrivilegeFacts) -> list[str]:
+    if privileges.seccomp == "disabled":
+        return []
+    # The outermost filtered process is where the filter comes from: children inherit it.
+    origin = privileges.filtered_ancestors[-1] if privileges.filtered_ancestors else "a process outside"
+    sentence = (
+        f"this process runs under a seccomp filter that comes from {origin}, and CRIU must not; "
+        "start the container without a seccomp profile (docs/deploy.md#seccomp)"
+    )
+    return [sentence]
