@@ -13,7 +13,7 @@ from coldsnap.accelerating import prepare
 from coldsnap.artifact import Artifact, Target
 from coldsnap.artifact.evidence import hash_file
 from coldsnap.artifact.held import reading
-from coldsnap.artifact.private import open_private
+from coldsnap.artifact.private import open_private, read_small
 from coldsnap.capturing import ENVIRONMENT, SPEC
 from coldsnap.describe import target_engine
 from coldsnap.drivers import n610
@@ -49,7 +49,7 @@ def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
     _require_whole(opened)
     (capsule,) = opened.descriptor.capsule.units
     path = opened.path / capsule.path / "engine.json"
-    record = EngineRecord.from_text(path.read_text(), path=str(path))
+    record = EngineRecord.from_text(read_small(path, max_bytes=SMALL_BYTES).decode(), path=str(path))
     engine = spec_from_text(record.spec)
     changed = environment_still_is(record.environment)
     userspace = opened.descriptor.compatibility.units[0].cuda_userspace

@@ -235,6 +235,7 @@ def document(*entries, **changes):
     ],
 )
 def test_a_broken_index_is_refused_with_its_rule(place, text, rule):
+    (place.capsule / INDEX).touch(mode=0o600)
     (place.capsule / INDEX).write_text(text)
     with pytest.raises(FormatError) as caught:
         place.read()
@@ -272,6 +273,7 @@ def test_an_index_read_is_the_index_written(tmp_path_factory, found, mode, owner
             for name in found
         )
     )
+    (directory / INDEX).touch(mode=0o600)
     (directory / INDEX).write_bytes(encode_index(files))
     with opened(directory) as capsule:
         assert read_index(capsule) == files

@@ -126,6 +126,7 @@ def test_a_directive_for_another_plugin_is_refused(rank_dir):
 def test_a_path_too_long_for_a_socket_is_refused(rank_dir, tmp_path_factory):
     deep = tmp_path_factory.mktemp("x" * 100) / "control"
     deep.mkdir()
+    (deep.parent / "directive.json").touch(mode=0o600)
     (deep.parent / "directive.json").write_bytes((rank_dir / "directive.json").read_bytes())
     with pytest.raises(ContractError, match="107 bytes"):
         Rank("api", str(deep.parent / "directive.json"), engine="test", versions={}).start()

@@ -82,6 +82,7 @@ def test_each_directive_is_a_new_incarnation(tmp_path):
 def test_a_strange_directive_is_refused_with_its_rule(tmp_path, change, rule):
     value = {**record.write(Directive.new(operation="launch", endpoint=ENDPOINT)), **change}
     path = tmp_path / "directive.json"
+    path.touch(mode=0o600)
     path.write_bytes(canonical.encode(value))
 
     with pytest.raises(FormatError) as caught:
@@ -94,6 +95,7 @@ def test_a_strange_directive_is_refused_with_its_rule(tmp_path, change, rule):
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"a":1,"a":2}', b" " * 70000])
 def test_bytes_that_are_no_directive_are_refused(tmp_path, data):
     path = tmp_path / "directive.json"
+    path.touch(mode=0o600)
     path.write_bytes(data)
 
     with pytest.raises(FormatError):
@@ -123,6 +125,7 @@ def test_acknowledgements_are_read_by_pid(tmp_path):
     fields = {"role": "api", "incarnation": "0" * 32, "plugin_abi": 1, "engine": "test", "versions": {"x": "1"}}
     for pid in (611, 605):
         text = json.dumps({**fields, "pid": pid, "reseeded": ["random"]})
+        (tmp_path / "ack" / f"{pid}.json").touch(mode=0o600)
         (tmp_path / "ack" / f"{pid}.json").write_text(text)
 
     acks = read_acks(tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
+from coldsnap.artifact.private import require_private
 from coldsnap.errors import FormatError, IntegrityError
 
 __all__ = ["TREE", "TreeRecord", "read_tree_record", "write_tree_record"]
@@ -67,11 +68,12 @@ def read_tree_record(capsule_fd: int) -> TreeRecord:
     """Read ``tree.json``.
 
     Raises:
-        FormatError: Rules tree.1 and tree.2.
+        FormatError: Rules tree.1 and tree.2, or evidence.1 to evidence.3: it is not ours alone.
     """
     document: Any = None
     try:
         with os.fdopen(os.open(TREE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=capsule_fd), "rb") as file:
+            require_private(os.fstat(file.fileno()), TREE, "file")
             document = json.loads(file.read(MAX_BYTES))
     except (OSError, ValueError) as error:
         raise FormatError(f"it cannot be read: {error}", path=TREE, rule="tree.1") from error

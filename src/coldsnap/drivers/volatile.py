@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from coldsnap.artifact.private import require_private
 from coldsnap.drivers.volatile_index import BLOB, INDEX, Kind, VolatileEntry, VolatileFiles, encode_index
 from coldsnap.errors import DriverError, FormatError
 
@@ -143,6 +144,7 @@ def put_back(files: VolatileFiles, root_fd: int, capsule_fd: int) -> None:
     """
     made: list[VolatileEntry] = []
     with _opened(BLOB, os.O_RDONLY, capsule_fd) as blob:
+        require_private(os.fstat(blob), BLOB, "file")
         if (found := os.fstat(blob).st_size) != files.data_bytes:
             sentence = f"it holds {found} bytes, the index speaks of {files.data_bytes}"
             raise FormatError(sentence, path=BLOB, rule="volatile.4")

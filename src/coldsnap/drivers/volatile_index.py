@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from attrs import fields, frozen
 
+from coldsnap.artifact.private import require_private
 from coldsnap.errors import FormatError
 
 __all__ = ["BLOB", "INDEX", "VolatileEntry", "VolatileFiles", "encode_index", "read_index"]
@@ -130,13 +131,14 @@ def read_index(capsule_fd: int) -> VolatileFiles:
         capsule_fd: The capsule's directory.
 
     Raises:
-        FormatError: Rules volatile.1 to volatile.4.
+        FormatError: Rules volatile.1 to volatile.4, or evidence.1 to evidence.3: it is not ours alone.
     """
     try:
         fd = os.open(INDEX, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=capsule_fd)
     except OSError as error:
         raise _broken(f"it cannot be opened: {error.strerror}", 1) from error
     with os.fdopen(fd, "rb") as file:
+        require_private(os.fstat(fd), INDEX, "file")
         data = file.read(MAX_INDEX_BYTES + 1)
     try:
         document = json.loads(data.decode("utf-8")) if len(data) <= MAX_INDEX_BYTES else None

@@ -211,11 +211,24 @@ def _error(answer: Mapping[str, Any]) -> ColdSnapError:
     return AdmissionError(sentence) if kind in _ADMISSION else StepError(sentence)
 
 
+def _require_own(run_dir: Path, status: os.stat_result) -> None:
+    """Demand a directory in which only its owner, root or this user, could have put the socket."""
+    uid = os.geteuid()
+    if (uid and status.st_uid != uid) or status.st_mode & 0o022:
+        mode = f"uid {status.st_uid}, mode {status.st_mode & 0o7777:o}"
+        raise AdmissionError(f"{run_dir} must belong to uid {uid} and be writable by nobody else, found {mode}")
+
+
 def _dial(run_dir: Path, timeout_s: float) -> socket.socket | None:
     try:
         dir_fd = layout.open_directory(os.fspath(run_dir))
     except OSError:
         return None
+    try:
+        _require_own(run_dir, os.fstat(dir_fd))
+    except AdmissionError:
+        os.close(dir_fd)
+        raise
     channel = _Channel(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.settimeout(timeout_s)  # connect(2) would wait without end for a place in a full backlog
     try:

@@ -16,6 +16,7 @@ from typing import Literal, Self
 from attrs import field, frozen
 
 from coldsnap.artifact import canonical, record
+from coldsnap.artifact.private import require_private
 from coldsnap.keeper import layout
 from coldsnap.keeper.layout import IN_PROCESS_DIR, TMP_DIR
 
@@ -148,8 +149,8 @@ def read_directive(path: str | os.PathLike[str]) -> Directive:
     """Read a directive.
 
     Raises:
-        FormatError: It breaks a rule of docs/format/json.md.
-        OSError: It cannot be read.
+        FormatError: It breaks a rule of docs/format/json.md, or it is not ours alone (evidence.1 to evidence.3).
+        OSError: It cannot be read, or is a symbolic link.
     """
     return record.read(Directive, canonical.decode(_read(path), path=str(path), max_bytes=_MAX_BYTES), path=str(path))
 
@@ -170,5 +171,6 @@ def read_acks(rank_dir: str | os.PathLike[str]) -> tuple[Ack, ...]:
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
-    with open(path, "rb") as stream:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+        require_private(os.fstat(stream.fileno()), os.fspath(path), "file")
         return stream.read(_MAX_BYTES + 1)
