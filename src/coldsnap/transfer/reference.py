@@ -128,11 +128,12 @@ class PythonBackend:
         )
 
     def _pieces(self, source: Source) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(min(WINDOW_BYTES, source.length)))
-        for done in range(0, source.length, WINDOW_BYTES):
-            piece = buffer[: min(WINDOW_BYTES, source.length - done)]
-            self._memory.copy_to_host(source.address + done, piece)
-            yield piece
+        # A mapping of its own: freed heap keeps these bytes, and a process image made later would have them.
+        with mmap.mmap(-1, max(min(WINDOW_BYTES, source.length), 1)) as buffer, memoryview(buffer) as whole:
+            for done in range(0, source.length, WINDOW_BYTES):
+                with whole[: min(WINDOW_BYTES, source.length - done)] as piece:
+                    self._memory.copy_to_host(source.address + done, piece)
+                    yield piece
 
     def _compare(self, job: CaptureJob) -> None:
         os.posix_fadvise(job.fd, 0, 0, os.POSIX_FADV_DONTNEED)

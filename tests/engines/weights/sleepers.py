@@ -1,6 +1,5 @@
 """Small memories to put to sleep: strategies, and a worker over host memory whose bytes are known."""
 
-import hashlib
 import random
 
 from attrs import frozen
@@ -31,6 +30,9 @@ PLAIN = Layout(
 )
 
 
+SMALL = Layout(weights=(20_000, 9_000), model=((0, 0, 8_192), (0, 10_000, 100), (1, 5, 8_000)), kv_cache=(5_000, 4_096))
+
+
 @st.composite
 def layouts(draw, *, most: int = 60_000) -> Layout:
     weights = draw(st.lists(st.integers(1, most), min_size=1, max_size=4))
@@ -45,13 +47,13 @@ def layouts(draw, *, most: int = 60_000) -> Layout:
 class Worker:
     """Host memory with known bytes in it, and its worker."""
 
-    def __init__(self, layout: Layout, memory: HostMemory | None = None, **options) -> None:
+    def __init__(self, layout: Layout, memory: HostMemory | None = None, *, fill: bool = True, **options) -> None:
         self.layout = layout
         self.memory = memory or HostMemory()
         self.weights = [self.memory.allocate(size, tag="weights") for size in layout.weights]
         self.kv_cache = [self.memory.allocate(size, tag="kv_cache") for size in layout.kv_cache]
         generator = random.Random(layout.seed)
-        self.content = {region: generator.randbytes(region.size_bytes) for region in self.weights}
+        self.content = {region: generator.randbytes(region.size_bytes) for region in self.weights if fill}
         for region, data in self.content.items():
             self.memory.copy_from_host(region.address, memoryview(data))
         for region in self.kv_cache:
@@ -101,5 +103,18 @@ def release_request(tmp_path, **changes):
     }
 
 
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def files(tmp_path):
+    return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+
+
+def status(worker):
+    return worker.worker.memory_status({})
+
+
+def released(worker, tmp_path, **changes):
+    return worker.worker.release(release_request(tmp_path, backend="python", **changes))
+
+
+def only(tmp_path, pattern):
+    (found,) = tmp_path.rglob(pattern)
+    return found

@@ -13,9 +13,10 @@ from attrs import field, frozen
 
 from coldsnap.artifact import record
 from coldsnap.artifact.evidence import Verify
+from coldsnap.artifact.extents import PAGE_BYTES
 from coldsnap.artifact.manifest import ModelSource
 from coldsnap.engines.weights.documents import Identity
-from coldsnap.errors import FormatError, UnsupportedError
+from coldsnap.errors import UnsupportedError
 from coldsnap.transfer.backend import BackendName, Tuning
 from coldsnap.transfer.capture import CaptureBackendName
 
@@ -24,6 +25,11 @@ __all__ = ["HydrateRequest", "ReleaseRequest", "read_request"]
 Mode = Literal["direct", "buffered"]
 _ABSOLUTE = record.matching(r"/[^\x00]*", "an absolute path")
 _HEX = record.matching(r"[0-9a-f]{64}", "64 lowercase hex digits")
+
+
+def _whole_pages(_: object, _field: object, value: int) -> None:
+    if value % PAGE_BYTES:
+        raise record.Broken("json.9", f"chunk_bytes must be a multiple of {PAGE_BYTES}, found {value}")
 
 
 @frozen(kw_only=True)
@@ -40,7 +46,7 @@ class _Transfer:
     native_library: str | None = field(default=None, validator=record.optional(_ABSOLUTE))
     native_sha256: str | None = field(default=None, validator=record.optional(_HEX))
     queue_depth: int = field(default=4, validator=record.at_least(1, below=65))
-    chunk_bytes: int = field(default=64 << 20, validator=record.at_least(4096))
+    chunk_bytes: int = field(default=64 << 20, validator=[record.at_least(PAGE_BYTES), _whole_pages])
 
     @property
     def tuning(self) -> Tuning:
@@ -148,8 +154,4 @@ def read_request(cls: type[_T], request: Mapping[str, Any]) -> _T:
         UnsupportedError: It asks for what this library cannot do.
     """
     given = {name: value for name, value in request.items() if name != "op" and value is not None}
-    name = str(request.get("op", cls.__name__))
-    try:
-        return record.read(cls, given, path=f"the request {name}")
-    except ValueError as error:  # of Tuning
-        raise FormatError(str(error), path=f"the request {name}", rule="json.9") from error
+    return record.read(cls, given, path=f"the request {request.get('op', cls.__name__)}")
