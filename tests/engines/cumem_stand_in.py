@@ -1,8 +1,8 @@
 """A GPU's memory played by host mappings at fixed addresses, beneath vLLM's real ``CuMemAllocator``.
 
 Replaced is the lowest layer alone: the extension with ``create_and_map`` and ``unmap_and_release``, the runtime
-library, and the few functions of torch that need a device. Everything above runs as it is: vLLM's ``cumem.py``, its
-tables, and the code under test.
+library, the few functions of torch that need a device, and the answer which platform it is. Everything above runs as it
+is: vLLM's ``cumem.py``, its tables, and the code under test.
 
 The one rule: it is as strict as a driver. What has no backing cannot be touched, mapping twice fails, new memory holds
 garbage, and a call on the wrong device is refused.
@@ -125,6 +125,7 @@ def install(device):
     device.set_device(device.ordinal)
     cumem = importlib.import_module("vllm.device_allocator.cumem")
     assert cumem.cumem_available and cumem.libcudart is device
+    sys.modules["vllm.device_allocator"].get_mem_allocator_instance = cumem.CuMemAllocator.get_instance
     return cumem
 
 

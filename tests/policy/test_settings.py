@@ -138,7 +138,7 @@ def test_every_name_a_user_must_not_set_is_refused_at_once_without_its_value():
         "COLDSNAP_DIRECTIVE": "hush",
         backend: "hush",
         "COLDSNAP_HYDRATION_BACKENDS": "hush",
-        "COLDSNAP_KV_CAPACITY_GUARD": "hush",
+        "COLDSNAP_PAYLOAD_VALIDATION_TRANSPORT": "hush",
         "COLDSNAP_ARTIFACT_DIR": "hush",
         "VLLM_PLUGINS": "hush",
     }
@@ -149,7 +149,7 @@ def test_every_name_a_user_must_not_set_is_refused_at_once_without_its_value():
         "COLDSNAP_ARTIFACT_DIR is set by this library alone; drop it",
         "COLDSNAP_DIRECTIVE is set by this library alone; drop it",
         "COLDSNAP_HYDRATION_BACKENDS is no name of this library; did you mean COLDSNAP_HYDRATION_BACKEND?",
-        "COLDSNAP_KV_CAPACITY_GUARD has no effect in this version; drop it",
+        "COLDSNAP_PAYLOAD_VALIDATION_TRANSPORT has no effect in this version; drop it",
         f"{backend} is set by this library alone; set the policy's weights.recovery.loader_backend instead",
     )
     assert "hush" not in "".join(mismatches)

@@ -30,6 +30,7 @@ __all__ = [
     "directive_path",
     "inherited_environment",
     "project",
+    "setting",
 ]
 
 Owner = Literal["user", "controller"]
@@ -127,6 +128,20 @@ def _preverified(mode: str) -> str:
     return _flag(mode == "preverified")
 
 
+# The names made by the next three functions that this version acts on; those of native I/O all are.
+_ACTED_ON = frozenset(
+    {
+        "DISK_SLEEP_DIR",
+        "KV_CAPACITY_GUARD",
+        "MODEL_ID",
+        "MODEL_METADATA_SHA256",
+        "MODEL_REVISION",
+        "RECOVERY_WEIGHT_SOURCE",
+        "VLLM_OVERRIDE_CUMEM",
+    }
+)
+
+
 def _recovery(suffix: str, leaf: str, default: str, meaning: str, projection: Projection = _text) -> Setting:
     """Make a row of the recovery loader, whose names all follow one pattern."""
     return Setting(
@@ -136,6 +151,7 @@ def _recovery(suffix: str, leaf: str, default: str, meaning: str, projection: Pr
         owner="controller" if suffix == "LOADER_BACKEND" else "user",
         engine="vllm",
         default=default,
+        implemented=f"RECOVERY_{suffix}" in _ACTED_ON,
         meaning=meaning,
         projection=projection,
     )
@@ -149,6 +165,7 @@ def _io(suffix: str, leaf: str, default: str, meaning: str, projection: Projecti
         owner="user",
         engine="vllm",
         default=default,
+        implemented=True,
         meaning=meaning,
         projection=projection,
     )
@@ -156,7 +173,14 @@ def _io(suffix: str, leaf: str, default: str, meaning: str, projection: Projecti
 
 def _plain(name: str, owner: Owner, engine: Literal["vllm", "sglang", "both"], default: str, meaning: str) -> Setting:
     """Make a row that stands for no policy leaf."""
-    return Setting(name=f"COLDSNAP_{name}", owner=owner, engine=engine, default=default, meaning=meaning)
+    return Setting(
+        name=f"COLDSNAP_{name}",
+        owner=owner,
+        engine=engine,
+        default=default,
+        implemented=name in _ACTED_ON,
+        meaning=meaning,
+    )
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -174,7 +198,8 @@ SETTINGS: tuple[Setting, ...] = (
         owner="controller",
         engine="both",
         default="0",
-        meaning="1: a capture writes each worker's native pack; set for weights.mode auto and native.",
+        implemented=True,
+        meaning="1: a release writes the worker's native pack; set for weights.mode auto and native.",
         projection=_exports_payload,
     ),
     Setting(
@@ -197,14 +222,15 @@ SETTINGS: tuple[Setting, ...] = (
         projection=_calibrates,
     ),
     # vLLM: memory and hibernation.
-    _plain("VLLM_OVERRIDE_CUMEM", "user", "vllm", "0", "1: use ColdSnap's allocator on vLLM lines without a selector."),
-    _plain("DISK_SLEEP_DIR", "user", "vllm", "", "Local artifact root of live sleep and wake."),
-    _plain("KV_CAPACITY_GUARD", "user", "vllm", "", "Overrides the KV capacity guard, which follows the allocator."),
+    _plain("VLLM_OVERRIDE_CUMEM", "user", "vllm", "0", "1: vLLM's own sleep and wake-up use ColdSnap's backend."),
+    _plain("DISK_SLEEP_DIR", "user", "vllm", "", "Absolute path of the files of vLLM's own sleep and wake-up."),
+    _plain("KV_CAPACITY_GUARD", "user", "vllm", "", "1, 0: cap the KV cache vLLM chooses; unset: as the override."),
     Setting(
         name="COLDSNAP_DISCARD_REGIONS",
         path="process.discard",
         owner="user",
         engine="vllm",
+        implemented=True,
         meaning="Empty, or kv_cache: contents thrown away at capture, zero after restore, checked by reading back.",
         projection=_words,
     ),
@@ -226,9 +252,7 @@ SETTINGS: tuple[Setting, ...] = (
     _io("HYDRATION_NATIVE_LIBRARY", "native_library", "", "The native library, for backends other than python."),
     _io("HYDRATION_NATIVE_SHA256", "native_sha256", "", "Digest that the native library must have."),
     # vLLM: recovery from safetensors.
-    _recovery(
-        "WEIGHT_SOURCE", "enabled", "", "safetensors: record what recovery needs; unset: whole blobs.", _recovers
-    ),
+    _recovery("WEIGHT_SOURCE", "enabled", "", "safetensors: record what recovery needs, too.", _recovers),
     _recovery(
         "LOADER_BACKEND", "loader_backend", "auto", "How safetensors are read: auto, direct, buffered, mmap or torch."
     ),
@@ -351,6 +375,16 @@ def directive_path(environ: Mapping[str, str] | None = None) -> str | None:
         environ: Defaults to the process's own environment.
     """
     return (os.environ if environ is None else environ).get(DIRECTIVE) or None
+
+
+def setting(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return what a rank was told under a name of the table, or the default.
+
+    Args:
+        name: One that this version acts on.
+        environ: Defaults to the process's own environment.
+    """
+    return (os.environ if environ is None else environ).get(name) or _BY_NAME[name].default
 
 
 def inherited_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:

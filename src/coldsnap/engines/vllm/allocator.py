@@ -96,8 +96,7 @@ class CumemMemory:
             NativeError: The driver refused, or an allocation is not there any more.
         """
         entries = [(region, self._entry(region)) for region in regions]
-        # As vLLM does around its own sleep, but while all is mapped: what torch frees now must have backing.
-        self._settle()
+        self.synchronize()
         for region, data in entries:
             if not data.is_asleep:
                 self._call("unmap_and_release", region, data)
@@ -127,7 +126,7 @@ class CumemMemory:
         except NativeError:
             # What torch caches without using it may be just what is missing. Only now: in a process as large as an
             # engine the search for garbage takes a quarter of a second, and a restore waits for this.
-            self._settle()
+            self.settle()
             self._map(region, data)
         data.is_asleep = False
         # The driver promises nothing about the contents of new physical memory.
@@ -170,15 +169,19 @@ class CumemMemory:
         with self._told("waiting for the device"):
             self._torch.cuda.synchronize(self.device)
 
+    def settle(self) -> None:
+        """Wait for the device, and free what nobody needs: unreachable tensors, and what torch keeps in reserve.
+
+        Before a release and not after it: a segment that torch gives back must still have its backing.
+        """
+        self.synchronize()
+        gc.collect()
+        self._torch.cuda.empty_cache()
+
     def _copy(self, destination: int, source: int, length: int) -> None:
         self._use_device()
         with self._told(f"copying {length} bytes from {source:#x} to {destination:#x}"):
             self._module.libcudart.cudaMemcpy(destination, source, length)
-
-    def _settle(self) -> None:
-        self.synchronize()
-        gc.collect()
-        self._torch.cuda.empty_cache()
 
     def _use_device(self) -> None:
         # Requests arrive on threads of their own, and a new thread begins with device 0.

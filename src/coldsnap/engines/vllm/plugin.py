@@ -1,5 +1,7 @@
 """The entry point that vLLM calls in each of its processes.
 
+The front end gets a door, and a process that may hold a worker gets hooks that wait for it.
+
 The one rule: in a vLLM that this library did not launch, it does nothing at all; in one that it did, a failure ends
 the process. vLLM only logs it when an entry point cannot be *imported*, so that this module imports next to nothing;
 what ``register`` raises is not caught.
@@ -72,7 +74,7 @@ def _start(role: str, path: str) -> None:
     versions = {"coldsnap": importlib.metadata.version("coldsnap")}
     # What is loaded is what is told; a rank imports nothing for the sake of its version.
     versions |= {name: str(sys.modules[name].__version__) for name in ("vllm", "torch") if name in sys.modules}
-    operations = _hook_front_end() if role == "api" else None
+    operations = _hook_front_end() if role == "api" else _hook_worker()
     Rank(role, path, engine="vllm", versions=versions, operations=operations).start()
 
 
@@ -99,3 +101,9 @@ def _hook_front_end() -> Mapping[str, Operation]:
 
     AsyncLLM.__init__ = initialise
     return front.operations()
+
+
+def _hook_worker() -> Mapping[str, Operation]:
+    from coldsnap.engines.vllm.hooks import hook_worker  # noqa: PLC0415
+
+    return hook_worker()
