@@ -1,0 +1,353 @@
+"""What qualifications of engines share: cold starts, a capture and restores of one engine, in one run, bounded in time.
+
+Used by ``qualify_vllm.py``. Parts run in the order of what they are worth, each writes the figures so far, and what the
+time did not allow, or what failed, is a row that says so: a figure that is missing is never a figure that is good.
+
+Every time is from the call that asks for it to the first token of an answer, admission included. Keys of the JSON:
+``machine``, ``engine``, ``rows`` (name → ``seconds``, one for each repeat, ``note``), ``not_run`` (name → reason),
+``split`` (of each hot restore: step → s), ``requests`` (``first_s``, ``tenth_s``, ``tokens_per_s`` before the capture
+and after each restore), ``sizes`` (bytes by kind), ``receipts`` (of the capture: step → what was done), ``exact``
+(answers compared, and how many were different), ``speedup`` (slowest hot restore against the fastest warm-cache cold
+start), ``over_baseline`` (the same restore against the engine's own sleep and reload, where it has them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import coldsnap as cs
+from coldsnap.engines.base import Engine as Spec
+from coldsnap.host.mounts import filesystem_of
+
+PROMPTS = (
+    "Reply with exactly: coldsnap",
+    "The capital of France is",
+    "Once upon a time there was a small house",
+    "def fibonacci(n):",
+    "1 2 3 4 5 6 7",
+)
+STEADY_TOKENS = 256
+
+Baseline = Callable[[str], float]
+"""Takes the URL of a serving engine, lets it sleep and wake its own way, and returns the seconds of the waking."""
+
+
+class NotRun(Exception):
+    """A part cannot run here; the message is its reason."""
+
+
+def ask(url: str, model: str, prompt: str, tokens: int) -> tuple[list[int], float, float]:
+    """Ask greedily; return the token ids, the seconds to the first of them, and to the last."""
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "stream": True}
+    # A connection that is kept alive would be open to the outside when the engine is dumped.
+    headers = {"Connection": "close"}
+    begin, first_s, ids = time.monotonic(), 0.0, list[int]()
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300, headers=headers) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    ids += choice.get("token_ids") or []
+                    first_s = first_s or (time.monotonic() - begin if ids else 0.0)
+    return ids, first_s, time.monotonic() - begin
+
+
+def evict(paths: Sequence[Path]) -> None:
+    """Drop files from the page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # dirty pages stay
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+class Qualification:
+    """One engine on this machine, from its first start to its last restore."""
+
+    def __init__(self, spec: Spec, policy: cs.Policy, work: Path, options: argparse.Namespace) -> None:
+        self.spec, self.policy, self.work, self.options = spec, policy, work, options
+        self.deadline = time.monotonic() + 60 * options.minutes
+        self.answers: list[list[int]] = []
+        self.compared, self.different = 0, 0
+        self.result: dict[str, Any] = {
+            "machine": machine(),
+            "engine": {"kind": spec.kind, "model": spec.model, "args": list(spec.args)},
+            "rows": {},
+            "not_run": {},
+            "split": [],
+            "requests": [],
+        }
+
+    def run(self, *, baseline: Baseline | None = None, baseline_spec: Spec | None = None) -> dict[str, Any]:
+        """Run every part; return the figures."""
+        self.part("capture", self.capture)
+        self.part("restore, hot", lambda: self.restores("restore, hot", self.options.restores))
+        self.part("cold start, caches warm", lambda: self.warm_start(baseline, baseline_spec or self.spec))
+        self.part("restore, cold", lambda: self.restores("restore, cold", self.options.cold_restores, cold=True))
+        self.conclude()
+        return self.result
+
+    def part(self, name: str, action: Callable[[], None]) -> None:
+        """Run one part if there is time; what it lacks or breaks is a row."""
+        print(f"\n== {name}", flush=True)
+        try:
+            self.require_time()
+            action()
+        except NotRun as reason:
+            self.result["not_run"][name] = str(reason)
+        except (cs.ColdSnapError, httpx.HTTPError) as error:
+            self.result["not_run"][name] = f"failed: {error}"
+            print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+        self.save()
+
+    def require_time(self, where: str = "") -> None:
+        """Begin nothing that the time does not allow.
+
+        Raises:
+            NotRun: It is over.
+        """
+        if time.monotonic() > self.deadline:
+            raise NotRun(f"the {self.options.minutes:g} minutes were over{where}")
+
+    def save(self) -> None:
+        """Write the figures so far."""
+        self.result["exact"] = {"answers": self.compared, "different": self.different}
+        if self.options.json:
+            Path(self.options.json).write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def row(self, name: str, seconds: float, note: str = "") -> None:
+        """Add one repeat of a figure."""
+        row = self.result["rows"].setdefault(name, {"seconds": [], "note": note})
+        row["seconds"].append(seconds)
+        print(f"  {name}: {seconds:.2f} s", flush=True)
+
+    # -- the parts -----------------------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Start the engine for the first time, ask, capture it, and let it end."""
+        with self.launched(self.spec, "cold start, no compile cache", "page cache as it was found") as engine:
+            self.answers = [ids for ids, _, _ in self.asked(engine)]
+            self.requests(engine, "before the capture")
+            output = self.work / "artifact"
+            report = self.execute(cs.Capture(engine, output=output, answer_tokens=self.options.tokens))
+        for step in ("quiesce", "dump", "seal", "commit"):
+            self.row(f"capture: {step}", report.timeline.between(step))
+        self.row("capture, whole", report.timeline.seconds)
+        self.result["sizes"] = dict(cs.Artifact.open(output).size_bytes)
+        self.result["receipts"] = {
+            one.step: {"effective": one.effective, "reason": one.reason, "bytes": one.bytes, **one.details}
+            for one in report.receipts
+        }
+
+    def restores(self, name: str, count: int, *, cold: bool = False) -> None:
+        """Restore, compare, measure and stop, several times."""
+        path = self.work / "artifact"
+        if not (path / "artifact.json").exists():
+            raise NotRun("there is no artifact")
+        artifact = cs.Artifact.open(path)
+        for number in range(count):
+            self.require_time(f" after {number} of {count}")
+            if cold:
+                self.make_cold(artifact)
+            report = self.execute(cs.Restore(artifact, placement=self.place))
+            with report.serving as engine:
+                self.row(name, report.answer_s or 0.0)
+                if not cold:
+                    self.result["split"].append({span.name: span.seconds for span in report.timeline.spans})
+                self.compare([ids for ids, _, _ in self.asked(engine)])
+                self.requests(engine, f"{name} {number + 1}")
+            self.save()
+
+    def make_cold(self, artifact: cs.Artifact) -> None:
+        """Drop what a restore reads from the page cache.
+
+        Raises:
+            NotRun: It lies in memory.
+        """
+        if filesystem_of(artifact.path).kind == "memory":
+            raise NotRun(f"{artifact.path} lies in memory, so that nothing of it can be cold")
+        packs = list((self.work / "store").rglob("*.pack"))
+        evict([*(path for path in artifact.path.rglob("*") if path.is_file()), *packs])
+
+    def warm_start(self, baseline: Baseline | None, spec: Spec) -> None:
+        """Start the engine again, with everything cached, and let it sleep and wake its own way."""
+        for number in range(self.options.cold_starts):
+            with self.launched(spec, "cold start, caches warm", "compile cache and page cache warm") as engine:
+                self.compare([ids for ids, _, _ in self.asked(engine)])
+                if number == 0:
+                    self.part_of_start(engine, baseline)
+
+    def part_of_start(self, engine: cs.Engine, baseline: Baseline | None) -> None:
+        """Measure the engine's own way of sleeping, as a baseline."""
+        name = "baseline: the engine's own sleep and reload"
+        if baseline is None:
+            self.result["not_run"][name] = "this engine, or this machine, has none"
+            return
+        for _ in range(self.options.restores):
+            seconds = baseline(engine.endpoint.url)
+            ids, first_s, _ = ask(engine.endpoint.url, self.spec.served_model, PROMPTS[0], self.options.tokens)
+            self.row(name, seconds + first_s, "waking only: the process never ended")
+            self.compare([ids], PROMPTS[:1])
+
+    def conclude(self) -> None:
+        """Set the figures against each other."""
+        rows = self.result["rows"]
+        hot = rows.get("restore, hot", {}).get("seconds")
+        warm = rows.get("cold start, caches warm", {}).get("seconds")
+        base = rows.get("baseline: the engine's own sleep and reload", {}).get("seconds")
+        self.result["speedup"] = min(warm) / max(hot) if warm and hot else None
+        self.result["over_baseline"] = statistics.median(base) / statistics.median(hot) if base and hot else None
+        self.save()
+
+    # -- what they are made of -----------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> cs.Placement:
+        """Return where every engine is placed."""
+        return cs.local(port=self.options.port)
+
+    def execute(self, operation: Any) -> cs.Report:
+        """Resolve with fresh facts, and run."""
+        facts = cs.probe(criu=self.options.criu, store=self.work / "store")
+        plan = cs.resolve(self.policy, operation, facts)
+        return cs.execute(plan, on_event=cs.progress(file=sys.stdout))
+
+    @contextmanager
+    def launched(self, spec: Spec, name: str, note: str) -> Iterator[cs.Engine]:
+        """Launch, measure to the first token, and stop in the end, if it still runs."""
+        begin = time.monotonic()
+        report = self.execute(cs.Launch(spec, placement=self.place, ready_timeout_s=self.options.ready_timeout_s))
+        engine = report.serving
+        try:
+            elapsed = time.monotonic() - begin
+            _, first_s, _ = ask(engine.endpoint.url, self.spec.served_model, PROMPTS[0], self.options.tokens)
+            self.row(name, elapsed + first_s, note)
+            yield engine
+        finally:
+            if engine.status().state == "running":
+                engine.stop()
+
+    def asked(self, engine: cs.Engine) -> list[tuple[list[int], float, float]]:
+        """Ask every prompt."""
+        url, model, tokens = engine.endpoint.url, self.spec.served_model, self.options.tokens
+        return [ask(url, model, prompt, tokens) for prompt in PROMPTS]
+
+    def compare(self, answers: list[list[int]], prompts: Sequence[str] = PROMPTS) -> None:
+        """Hold answers against those before the capture."""
+        if not self.answers:
+            raise NotRun("nothing was captured, so that there is nothing to compare with")
+        for prompt, found, expected in zip(prompts, answers, self.answers, strict=False):
+            self.compared += 1
+            if found != expected:
+                self.different += 1
+                print(f"  DIFFERENT after {prompt!r}: {found} instead of {expected}", file=sys.stderr, flush=True)
+
+    def requests(self, engine: cs.Engine, when: str) -> None:
+        """Measure the first and the tenth request from now, and steady tokens/s."""
+        url, model = engine.endpoint.url, self.spec.served_model
+        seconds = [ask(url, model, f"{PROMPTS[1]} {number}", 16)[2] for number in range(10)]
+        ids, first_s, whole_s = ask(url, model, PROMPTS[2], self.options.steady_tokens)
+        rate = (len(ids) - 1) / max(whole_s - first_s, 1e-9)
+        self.result["requests"].append(
+            {"when": when, "first_s": seconds[0], "tenth_s": seconds[9], "tokens_per_s": rate}
+        )
+
+
+def machine() -> str:
+    """Return the machine in a line."""
+    host = cs.probe().host("local")
+    gpus = ", ".join(gpu.name for gpu in host.gpus) or "no GPU"
+    memory = f"{host.memory.total_bytes / 2**30:.0f} GiB"
+    return f"{host.cpu.model}, {host.cpu.cores} cores, {memory}, {gpus}, kernel {platform.release()}"
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return the figures as a table."""
+    lines = ["", result["machine"], ""]
+    for name, row in result["rows"].items():
+        seconds = row["seconds"]
+        lines.append(
+            f"{name:<48} {statistics.median(seconds):8.2f} s  median of {len(seconds)}"
+            + (f", {min(seconds):.2f} to {max(seconds):.2f}" if len(seconds) > 1 else "")
+            + (f"; {row['note']}" if row["note"] else "")
+        )
+    lines += [f"{name:<48} not run: {reason}" for name, reason in result["not_run"].items()]
+    for one in result["requests"]:
+        text = f"{one['first_s']:.3f} s first, {one['tenth_s']:.3f} s tenth, {one['tokens_per_s']:.1f} tokens/s"
+        lines.append(f"{'requests, ' + one['when']:<48} {text}")
+    lines += [f"{name:<48} {size / 1e6:10.1f} MB" for name, size in result.get("sizes", {}).items()]
+    for name in ("speedup", "over_baseline"):
+        if result.get(name):
+            lines.append(f"{name:<48} {result[name]:8.1f} x")
+    exact = result["exact"]
+    lines.append(f"{'answers compared':<48} {exact['answers']:8d}    different: {exact['different']}")
+    return "\n".join(lines)
+
+
+def plot(path: Path, result: Mapping[str, Any]) -> None:
+    """Draw the rows as bars, and the hot restores' steps."""
+    from matplotlib.figure import Figure
+
+    rows = {name: statistics.median(row["seconds"]) for name, row in result["rows"].items()}
+    figure = Figure(figsize=(9, 0.35 * (len(rows) + len(result["split"])) + 2), layout="constrained")
+    upper, lower = figure.subplots(2)
+    upper.barh(list(rows), list(rows.values()))
+    upper.set_xscale("log")
+    for number, split in enumerate(result["split"]):
+        left = 0.0
+        for step, seconds in split.items():
+            lower.barh(number, seconds, left=left, label=step if number == 0 else None)
+            left += seconds
+    for axes in (upper, lower):
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds")
+    if result["split"]:
+        lower.legend(ncols=4, fontsize="x-small")
+        lower.set_title("steps of the hot restores (some run side by side)")
+    figure.savefig(path)
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that every engine's qualification has."""
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has the engine and this library")
+    parser.add_argument("--criu", help="CRIU 4.2 or newer; looked for when not given")
+    parser.add_argument("--port", type=int, default=18000)
+    parser.add_argument("--work", type=Path, help="directory of artifact and store, on the filesystem to be measured")
+    parser.add_argument("--minutes", type=float, default=60, help="what has not begun by then is not run")
+    parser.add_argument("--restores", type=int, default=3)
+    parser.add_argument("--cold-restores", type=int, default=1)
+    parser.add_argument("--cold-starts", type=int, default=1, help="starts with warm caches")
+    parser.add_argument("--tokens", type=int, default=64, help="of each compared answer")
+    parser.add_argument(
+        "--steady-tokens", type=int, default=STEADY_TOKENS, help="of the request that rates are taken of"
+    )
+    parser.add_argument("--ready-timeout-s", type=float, default=1800)
+    parser.add_argument("--json", help="write the figures to this file, after every part")
+    parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
+
+
+@contextmanager
+def workspace(given: Path | None) -> Iterator[Path]:
+    """Yield the directory to work in; a made-up one is removed."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="coldsnap-qualify-") as made:
+        yield Path(made)

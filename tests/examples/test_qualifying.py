@@ -1,0 +1,75 @@
+"""The qualification of an engine, on the reference engine, with what it has no time for."""
+
+import argparse
+import json
+
+import pytest
+
+import coldsnap as cs
+
+pytestmark = pytest.mark.criu
+
+
+def options(module, tmp_path, criu, port, *more):
+    parser = argparse.ArgumentParser()
+    module.common_arguments(parser)
+    given = ["--criu", criu, "--port", str(port), "--tokens", "8", "--steady-tokens", "16", "--restores", "2"]
+    return parser.parse_args([*given, "--json", str(tmp_path / "figures.json"), *more])
+
+
+def test_an_engine_is_qualified_and_every_answer_compared(tmp_path, example, described, criu, free_port):
+    module = example("qualifying")
+    chosen = options(module, tmp_path, criu, free_port)
+
+    module.Qualification(described(), cs.Policy(), tmp_path, chosen).run(baseline=lambda url: 0.5)
+
+    result = json.loads((tmp_path / "figures.json").read_text())
+    assert result["not_run"] == {}
+    assert {name: len(row["seconds"]) for name, row in result["rows"].items()} == {
+        "cold start, no compile cache": 1,
+        **{f"capture: {step}": 1 for step in ("quiesce", "dump", "seal", "commit")},
+        "capture, whole": 1,
+        "restore, hot": 2,
+        "cold start, caches warm": 1,
+        "baseline: the engine's own sleep and reload": 2,
+        "restore, cold": 1,
+    }
+    # Two hot restores, one warm start and one cold restore with every prompt; two baselines with one.
+    assert result["exact"] == {"answers": 4 * len(module.PROMPTS) + 2, "different": 0}
+    assert [set(split) >= {"admit-artifact", "thaw", "answer"} for split in result["split"]] == [True, True]
+    assert result["speedup"] > 0
+    assert result["over_baseline"] > 0
+    assert result["sizes"]["images"] > 1 << 20
+    assert "different: 0" in module.table(result)
+
+
+def test_what_the_time_does_not_allow_is_a_row_that_says_so(tmp_path, example, described, criu, free_port):
+    module = example("qualifying")
+    chosen = options(module, tmp_path, criu, free_port, "--minutes", "0")
+
+    result = module.Qualification(described(), cs.Policy(), tmp_path, chosen).run()
+
+    assert result["rows"] == {}
+    assert set(result["not_run"]) == {"capture", "restore, hot", "cold start, caches warm", "restore, cold"}
+    assert "capture" in module.table(result)
+    assert "not run: the 0 minutes were over" in module.table(result)
+
+
+def test_an_answer_that_differs_is_counted(tmp_path, example, described, criu, free_port):
+    module = example("qualifying")
+    qualification = module.Qualification(described(), cs.Policy(), tmp_path, options(module, tmp_path, criu, free_port))
+    qualification.answers = [[1, 2], [3, 4]]
+
+    qualification.compare([[1, 2], [3, 5]])
+    qualification.save()
+
+    assert qualification.result["exact"] == {"answers": 2, "different": 1}
+
+
+def test_without_an_artifact_nothing_is_restored(tmp_path, example, described, criu, free_port):
+    module = example("qualifying")
+    qualification = module.Qualification(described(), cs.Policy(), tmp_path, options(module, tmp_path, criu, free_port))
+
+    qualification.part("restore, hot", lambda: qualification.restores("restore, hot", 1))
+
+    assert qualification.result["not_run"] == {"restore, hot": "there is no artifact"}
