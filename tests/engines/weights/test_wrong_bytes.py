@@ -76,6 +76,21 @@ def test_full_verification_finds_what_evidence_cannot(worker, tmp_path):
     assert status(worker)["regions"]["weights"]["mapped_bytes"] == 0
 
 
+def test_a_caller_who_admits_the_pack_himself_leaves_name_size_and_checksums_to_the_worker(worker, tmp_path):
+    released(worker, tmp_path)
+    pack = only(tmp_path, "*.pack")
+    record = pack.with_name(f"{pack.name}.coldsnap-validation.json")
+
+    flip(pack, 0)
+    with pytest.raises(IntegrityError, match="extent 0"):
+        worker.worker.hydrate({"verify": "none"})
+    flip(pack, 0)
+    worker.worker.hydrate({"verify": "none"})
+
+    assert worker.is_whole()
+    assert not record.exists()
+
+
 def test_another_pack_is_an_error_and_never_a_fallback(worker, tmp_path):
     reply = released(worker, tmp_path)
     other = Worker(Layout(weights=(8192,), model=((0, 0, 8192),), seed=5))
@@ -167,6 +182,7 @@ def test_a_release_that_makes_no_sense_is_refused(change, error, message, worker
         ({"pack": "/a.pack"}, FormatError, "come together"),
         ({"verify_mode": "never"}, FormatError, "'preverified'"),
         ({"backend": "gds"}, UnsupportedError, "preverified"),
+        ({"verify": "none", "verify_mode": "preverified"}, FormatError, "something must look at the bytes"),
     ],
 )
 def test_a_hydrate_that_makes_no_sense_is_refused(request_, error, message, worker, tmp_path, native_library):

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from attrs import field, frozen
@@ -25,7 +26,7 @@ from coldsnap.artifact.extents import Coverage, Extent, ExtentMap, common_pieces
 from coldsnap.artifact.hashing import available_cores
 from coldsnap.artifact.manifest import Blob, HibernateState, encode
 from coldsnap.artifact.pack import PackEntry, layout
-from coldsnap.artifact.store import Store
+from coldsnap.artifact.store import Store, StoredPack
 from coldsnap.engines.weights.documents import Documents, Identity, placed_pieces
 from coldsnap.engines.weights.source import MemorySource, Staging, digests_of
 from coldsnap.engines.weights.split import Split
@@ -165,31 +166,31 @@ class _Writer:
 
     def write(self) -> Generation:
         self.memory.synchronize()
-        made = not self.directory.exists()
         with Staging(self.memory) as staging:
             sources = [staging.source(self._address(extent), extent.size) for extent in self.model.extents]
             began = time.monotonic()
             entries = digests_of(sources, threads=self.how.threads or available_cores())
-            self.seconds["hash"] = time.monotonic() - began
             found = self.store.find(entries) if entries and self.how.reuse else None
+            self.seconds["hash"] = time.monotonic() - began
             pieces = self._pieces()
             self._require_room(pieces, 0 if found else layout([(e.sha256, e.size) for e in entries])[2])
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            try:
-                _remove(self.directory)
+            with self._all_or_nothing():
                 residual = self._write_residual(pieces)
-                if found is None:
-                    packed = self._write_pack(sources, entries)
-                else:
-                    packed = _Packed(
-                        blob=Blob(bytes=found.bytes, sha256=found.sha256), entries=tuple(entries), path=found.path
-                    )
+                packed = self._write_pack(sources, entries) if found is None else _found(found, entries)
                 return self._write_documents(residual, pieces, packed)
-            except BaseException:
-                _remove(self.directory)
-                if made:
-                    self.directory.rmdir()
-                raise
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        made = not self.directory.exists()
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            _remove(self.directory)
+            yield
+        except BaseException:
+            _remove(self.directory)
+            if made:
+                self.directory.rmdir()
+            raise
 
     @property
     def model(self) -> ExtentMap:
@@ -309,6 +310,10 @@ class _Writer:
 
     def _durably(self, name: str, data: bytes) -> None:
         write_file_durably(self.directory / name, data, at=self.at)
+
+
+def _found(pack: StoredPack, entries: tuple[PackEntry, ...]) -> _Packed:
+    return _Packed(blob=Blob(bytes=pack.bytes, sha256=pack.sha256), entries=entries, path=pack.path)
 
 
 def _remove(directory: Path) -> None:

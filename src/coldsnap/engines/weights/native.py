@@ -16,13 +16,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from attrs import field, frozen
 
 from coldsnap.artifact.admission import Request, decide
 from coldsnap.artifact.evidence import Verify, hash_file
 from coldsnap.artifact.extents import Allocation, Coverage
-from coldsnap.artifact.manifest import NativeManifest, read_document
+from coldsnap.artifact.manifest import Blob, NativeManifest, read_document
 from coldsnap.artifact.private import open_private
 from coldsnap.engines.weights.generation import NATIVE_MANIFEST, RESIDUAL
 from coldsnap.errors import AdmissionError, IntegrityError
@@ -81,7 +82,7 @@ def admit(
     manifest_sha256: str,
     memory: PreservedMemory,
     worker: str | None = None,
-    verify: Verify = "evidence",
+    verify: Verify | Literal["none"] = "evidence",
 ) -> Admitted:
     """Check that a generation is whole and belongs into this memory; nothing is mapped or moved.
 
@@ -91,7 +92,8 @@ def admit(
         manifest_sha256: Digest of the native manifest.
         memory: Whose allocations it is for.
         worker: Whose generation it must be; None: whosever.
-        verify: ``evidence`` admits an unchanged pack by its record, ``full`` reads it.
+        verify: ``evidence`` admits an unchanged pack by its record, ``full`` reads it; ``none`` looks at name and size
+            alone, for a caller who admits the pack himself before he accepts an answer.
 
     Raises:
         IntegrityError: Manifest, pack or residual have another digest or size.
@@ -110,7 +112,7 @@ def admit(
         manifest.allocations, memory, what=f"worker {manifest.worker} in capture {manifest.capture_id}"
     )
     residual = directory / RESIDUAL
-    _require_residual_size(manifest, residual)
+    _require_size(residual, manifest.residual, "manifest.4")
     _admit_pack(manifest, pack, verify)
     return Admitted(
         manifest=manifest,
@@ -226,19 +228,18 @@ def matching_regions(allocations: Sequence[Allocation], memory: PreservedMemory,
     return tuple(found[one.address, one.size, one.region] for one in allocations)
 
 
-def _admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify) -> None:
+def _admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify | Literal["none"]) -> None:
     if not manifest.model_extents:
         return
     expected = manifest.pack
     if pack is None:
         raise IntegrityError("no pack was given", path=NATIVE_MANIFEST, expected=expected.sha256, actual="nothing")
     if pack.name != f"{expected.sha256.removeprefix('sha256:')}.pack":
-        raise IntegrityError(
-            "another pack than the manifest's (rule store.3)",
-            path=str(pack),
-            expected=expected.sha256,
-            actual=pack.name,
-        )
+        what = "another pack than the manifest's (rule store.3)"
+        raise IntegrityError(what, path=str(pack), expected=expected.sha256, actual=pack.name)
+    if verify == "none":
+        _require_size(pack, expected, "validation.2")
+        return
     request = Request(
         path=os.path.abspath(pack),
         expected_sha256=expected.sha256,
@@ -249,13 +250,13 @@ def _admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify) -> 
     decide(request, index=manifest.index)
 
 
-def _require_residual_size(manifest: NativeManifest, path: Path) -> None:
+def _require_size(path: Path, expected: Blob, rule: str) -> None:
     with open_private(path) as (_, status):
-        if status.st_size != manifest.residual.bytes:
+        if status.st_size != expected.bytes:
             raise IntegrityError(
-                "wrong size (rule manifest.4)",
+                f"wrong size (rule {rule})",
                 path=str(path),
-                expected=f"{manifest.residual.bytes} bytes",
+                expected=f"{expected.bytes} bytes",
                 actual=f"{status.st_size} bytes",
             )
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 from attrs import field, frozen
 
 from coldsnap.artifact import record
-from coldsnap.artifact.evidence import Verify
 from coldsnap.artifact.extents import PAGE_BYTES
 from coldsnap.artifact.manifest import ModelSource
 from coldsnap.engines.weights.documents import Identity
@@ -108,7 +107,7 @@ class HydrateRequest(_Transfer):
         backend: ``io.hydration_backend``; None: python if the release was told to, else auto.
         read_mode: ``io.hibernate_read_mode``.
         verify_mode: ``io.verify_mode``.
-        verify: ``weights.verify``.
+        verify: ``weights.verify``; none: the caller admits the pack before he accepts an answer.
     """
 
     tags: tuple[str, ...] | None = None
@@ -119,12 +118,14 @@ class HydrateRequest(_Transfer):
     backend: BackendName | None = None
     read_mode: Mode = "direct"
     verify_mode: Literal["inline", "preverified"] = "inline"
-    verify: Verify = "evidence"
+    verify: Literal["evidence", "full", "none"] = "evidence"
 
     def __attrs_post_init__(self) -> None:
         """Check that a generation is named completely, and that its provider exists."""
         if (self.directory is None) != (self.manifest_sha256 is None) or (self.pack and not self.directory):
             raise record.Broken("json.6", "directory and manifest_sha256 come together, a pack with both")
+        if self.verify == "none" and self.verify_mode == "preverified":
+            raise record.Broken("json.9", "verify none goes with verify_mode inline: something must look at the bytes")
         if self.provider != "native":
             raise UnsupportedError(
                 "a worker cannot load its weights from the checkpoint again yet", field="provider", works="native"
