@@ -17,8 +17,10 @@ from coldsnap.engines.settings import inherited_environment
 from coldsnap.engines.vllm import VLLM
 from coldsnap.errors import EngineError
 from coldsnap.keeper.client import Keeper
+from coldsnap.keeper.control import request_control
 from coldsnap.keeper.directive import Directive, Endpoint, read_acks, write_directive
 from coldsnap.keeper.undo import KILL
+from coldsnap.transfer.safetensors import index
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from make_tiny_model import make_tiny_model  # noqa: E402
@@ -82,7 +84,8 @@ def server(tmp_path_factory, engine_python):
         with keeper.operation("launch", [KILL]):
             write_directive(keeper.rank_dir, Directive.new(operation="launch", endpoint=endpoint))
             command = spec.launch_command(endpoint, environ=environment())
-            keeper.spawn_engine(command.argv, env=command.env, cwd=command.cwd)
+            env = {**command.env, "COLDSNAP_EXPORT_MODEL_PAYLOAD": "1"}  # as for a capture that takes weights out
+            keeper.spawn_engine(command.argv, env=env, cwd=command.cwd)
             await_ready(endpoint, timeout_s=240, ended=lambda: ended(keeper), log=keeper.log_path)
         yield Server(spec, keeper, endpoint)
 
@@ -119,6 +122,18 @@ def test_the_plugin_is_in_every_process_of_vllm(server):
     assert {reply["engine"] for reply in replies.values()} == {"vllm"}
     assert {reply["pid"] for reply in replies.values()} <= {process.pid for process in server.keeper.tree()}
     assert len({reply["incarnation"] for reply in replies.values()}) == 1
+
+
+def test_the_worker_tells_what_its_load_wrote_and_why_the_rest_is_residual(server):
+    replies = request_control(server.keeper.rank_dir, "loaded", timeout_s=30)
+    loaded = {name.split(".")[0]: reply for name, reply in replies.items()}
+    assert loaded["api"]["skipped"] and loaded["engine"]["skipped"]
+    found = loaded["worker"]
+    stored = index(Path(server.spec.model).glob("*.safetensors"))
+    assert (found["copies"], found["loader"]) == (len(stored), "DefaultModelLoader")
+    assert found["bytes"] + sum(found["kept"].values()) == sum(one.length for one in stored.values())
+    # On a CPU with AVX-512 vLLM packs weights of linear layers anew after the load; on others they stay as they are.
+    assert set(found["unsupported"]) <= {"replaced-after-load"} and found["bytes"]
 
 
 def test_the_answer_repeats_on_an_emptied_prefix_cache(server):

@@ -199,7 +199,8 @@ SETTINGS: tuple[Setting, ...] = (
         engine="both",
         default="0",
         implemented=True,
-        meaning="1: a release writes the worker's native pack; set for weights.mode auto and native.",
+        meaning="1: loads are observed, a release writes the worker's native pack; "
+        "set for weights.mode auto and native.",
         projection=_exports_payload,
     ),
     Setting(

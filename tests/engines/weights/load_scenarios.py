@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import traceback
+import types
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from coldsnap.artifact import canonical, record
 from coldsnap.artifact.extents import Allocation
+from coldsnap.engines.vllm import loading
 from coldsnap.engines.weights.copies import Copy
 from coldsnap.engines.weights.observe import LoadObserver
 from coldsnap.engines.weights.split import split
@@ -479,6 +481,109 @@ def a_damaged_watch_ends_the_load():
     except ContractError as error:
         return {"error": str(error)}
     return {}
+
+
+# The hooks on vLLM's loader, with a stand-in of its outline.
+
+
+def default_loader():
+    """Return a module as vLLM's: iterators that take files, and a loader that hands one of them to the model."""
+    module = types.ModuleType("default_loader")
+
+    def iterator(hf_weights_files, use_tqdm_on_load, **more):
+        yield from weights_of(hf_weights_files)
+
+    class DefaultModelLoader:
+        def __init__(self, files, iterator=loading.ITERATORS[0]):
+            self.files, self.iterator = files, iterator
+
+        def get_all_weights(self):
+            source = getattr(module, self.iterator, None) or iterator
+            return ((name, tensor) for name, tensor in source(self.files, use_tqdm_on_load=False))
+
+        def load_weights(self, model, model_config):
+            return model.load_weights(self.get_all_weights())
+
+    for name in loading.ITERATORS:
+        setattr(module, name, iterator)
+    module.DefaultModelLoader = DefaultModelLoader
+    return module
+
+
+@scenario
+def hooks_on_the_default_loader():
+    loads, module = loading.Loads(), default_loader()
+    before = loads.loaded({})
+    loads.watch(module)
+    _, paths = checkpoint(DIRECTORY / "hooked")
+    results = {"before": before}
+    for name in (*loading.ITERATORS, "of another kind"):
+        model = Model()
+        module.DefaultModelLoader(paths, name).load_weights(model, None)
+        outer = nn.Module()
+        outer.inner = model
+        results[name] = {
+            **loads.loaded({}),
+            "names": len([one for one in loads.settle(outer).written if one.semantic.startswith("inner.")]),
+        }
+        del model, outer
+        gc.collect()
+    results["gone"] = loads.loaded({})
+    return results
+
+
+@scenario
+def loads_that_are_not_observed():
+    loads, module = loading.Loads(), default_loader()
+    loads.watch(module)
+    _, paths = checkpoint(DIRECTORY / "unobserved")
+    model = Model()
+    model.load_weights(module.DefaultModelLoader(paths).get_all_weights())  # a reload: no load_weights of the loader
+    found = loads.settle(model)
+    first, second = Model(), Model()
+    for one in (first, second):
+        module.DefaultModelLoader(paths).load_weights(one, None)
+    return {
+        "kept": found.kept,
+        "bytes": sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers())),
+        "two": loads.loaded({})["copies"],
+        "loaders_are_back": first.layers[0].qkv.weight_loader is stacked,
+    }
+
+
+@scenario
+def what_stands_in_the_way_of_the_hooks():
+    loads, module = loading.Loads(), default_loader()
+    loads.watch(module)
+    _, paths = checkpoint(DIRECTORY / "wrong")
+    twice = paths[0].with_name("twice.safetensors")
+    twice.write_bytes(paths[0].read_bytes())
+    cut = paths[0].with_name("cut.safetensors")
+    cut.write_bytes(paths[0].read_bytes()[:-1])
+
+    def told(act):
+        try:
+            act()
+        except ContractError as error:
+            return str(error)
+        return ""
+
+    def load(*files):
+        return lambda: module.DefaultModelLoader(files).load_weights(Model(), None)
+
+    class Sealed(nn.Parameter):
+        weight_loader = property(lambda self: default)
+
+    sealed = nn.Module()
+    sealed.p = Sealed(torch.zeros(1), requires_grad=False)
+    return {
+        "lacks": told(lambda: loading.Loads().watch(types.ModuleType("default_loader"))),
+        "twice": told(load(*paths, twice)),
+        "cut": told(load(cut)),
+        "absent": told(load(paths[0].with_name("absent.safetensors"))),
+        "sealed": told(lambda: module.DefaultModelLoader(paths).load_weights(sealed, None)),
+        "afterwards": told(load(*paths)),
+    }
 
 
 def main():

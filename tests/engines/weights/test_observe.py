@@ -1,28 +1,11 @@
 """What the observer sees of real loads: ``load_scenarios``, run once by an interpreter that has torch."""
 
-import json
-import subprocess
-from pathlib import Path
-
 import pytest
 
 LAYERS = ("layers.0", "layers.1")
 DESTINATIONS = sorted(
     ["embed", *(f"{layer}.{name}" for layer in LAYERS for name in ("qkv", "gate_up", "down", "norm", "scale"))]
 )
-
-
-@pytest.fixture(scope="module")
-def seen(engine_python, tmp_path_factory):
-    script = Path(__file__).parent / "load_scenarios.py"
-    done = subprocess.run(
-        [engine_python, script, tmp_path_factory.mktemp("loads")], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    failed = {name: result["failed"] for name, result in results.items() if "failed" in result}
-    assert not failed, "\n".join(failed.values())
-    return results
 
 
 def test_every_destination_of_a_real_load_is_written_exactly(seen):

@@ -50,6 +50,7 @@ _LOADS = ("load_general_plugins",)
 _CUMEM = "device_allocator.cumem"
 _SLEEP = "device_allocator.sleep_mode_backend"
 _WORKER = "v1.worker.gpu_worker"
+_LOADER = "model_executor.model_loader.default_loader"
 
 CONTRACT: tuple[Requirement, ...] = (
     Requirement(module="entrypoints.openai.api_server", why="is what is launched"),
@@ -200,14 +201,44 @@ CONTRACT: tuple[Requirement, ...] = (
         )
         for name, argument, calls in (("sleep", "level", "suspend"), ("wake_up", "tags", "resume"))
     ),
-    # The load formats of a launch on a GPU: engine.py
+    # The load formats of a launch on a GPU, and the load observer: engine.py, loading.py
     *(
         Requirement(
             module="model_executor.model_loader.weight_utils",
             name=f"{name}_weights_iterator",
-            why=f"is what --load-format {name} reads with",
+            parameters=("hf_weights_files",),
+            why=why,
         )
-        for name in ("instanttensor", "fastsafetensors")
+        for name, why in (
+            ("instanttensor", "is what --load-format instanttensor reads with"),
+            ("fastsafetensors", "is what --load-format fastsafetensors reads with"),
+            ("safetensors", "is what any other load of safetensors reads with"),
+            ("multi_thread_safetensors", "is the same with several threads"),
+        )
+    ),
+    Requirement(
+        module=_LOADER,
+        name="DefaultModelLoader._get_weights_iterator",
+        calls=(
+            "safetensors_weights_iterator",
+            "multi_thread_safetensors_weights_iterator",
+            "fastsafetensors_weights_iterator",
+            "instanttensor_weights_iterator",
+        ),
+        why="gives these iterators the files",
+    ),
+    Requirement(
+        module=_LOADER,
+        name="DefaultModelLoader.get_all_weights",
+        calls=("_get_weights_iterator",),
+        why="is where a model's weights come from",
+    ),
+    Requirement(
+        module=_LOADER,
+        name="DefaultModelLoader.load_weights",
+        parameters=("model", "model_config"),
+        calls=("get_all_weights", "load_weights"),
+        why="is the load that is observed",
     ),
 )
 

@@ -13,7 +13,8 @@ from types import ModuleType
 from coldsnap.engines.rank import Operation
 from coldsnap.engines.settings import setting
 from coldsnap.engines.vllm.imports import after_import
-from coldsnap.engines.vllm.worker import resident, unobserved
+from coldsnap.engines.vllm.loading import DEFAULT_LOADER, is_asked_for, loads
+from coldsnap.engines.vllm.worker import resident
 
 __all__ = ["SLEEP_BACKEND", "hook_worker", "register_sleep_backend"]
 
@@ -22,10 +23,12 @@ SLEEP_BACKEND = "coldsnap_disk"
 
 
 def hook_worker() -> Mapping[str, Operation]:
-    """Wait for vLLM's worker, and return what the rank answers for it."""
+    """Wait for vLLM's worker and for the load of its model, and return what the rank answers for them."""
     register_sleep_backend()
     after_import(GPU_WORKER, _watch)
-    return resident.operations()
+    if is_asked_for():
+        after_import(DEFAULT_LOADER, loads.watch)
+    return {**resident.operations(), **loads.operations()}
 
 
 def register_sleep_backend() -> None:
@@ -39,7 +42,7 @@ def register_sleep_backend() -> None:
 
 
 def _watch(module: ModuleType) -> None:
-    resident.watch(module, settle=unobserved, log=_log)
+    resident.watch(module, settle=loads.settle, log=_log)
 
 
 def _log(message: str) -> None:

@@ -18,8 +18,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from attrs import frozen
-
 from coldsnap.artifact.extents import Allocation
 from coldsnap.engines.rank import Busy, Operation
 from coldsnap.engines.vllm import kv_guard
@@ -28,7 +26,7 @@ from coldsnap.engines.vllm.kv_payload import KvStorage, Remnants, storages_of
 from coldsnap.engines.weights.split import Split, Written, split
 from coldsnap.engines.weights.worker import Hooks, WorkerMemory
 
-__all__ = ["Resident", "Settle", "Settled", "resident", "unobserved"]
+__all__ = ["Resident", "Settle", "Settled", "resident"]
 
 Reply = Mapping[str, Any]
 Log = Callable[[str], None]
@@ -47,18 +45,6 @@ class Settled(Protocol):
 
 
 Settle = Callable[[Any], Settled]
-
-
-@frozen(kw_only=True)
-class _Nothing:
-    written: tuple[Written, ...] = ()
-    kept: Mapping[str, int]
-
-
-def unobserved(model: Any) -> Settled:
-    """Say of a model whose load nobody watched that none of it is known: all of it is residual."""
-    tensors = (*model.parameters(), *model.buffers())
-    return _Nothing(kept={"not-observed": sum(tensor.numel() * tensor.element_size() for tensor in tensors)})
 
 
 class Resident:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,9 +32,26 @@ from coldsnap.engines.weights.recorder import Recorder
 from coldsnap.errors import ContractError
 from coldsnap.transfer.safetensors import Stored
 
-__all__ = ["LoadObserver"]
+__all__ = ["LoadObserver", "or_not_observable"]
 
 _ITEM = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  an operator's name
+
+
+@contextmanager
+def or_not_observable(what: str = "the files") -> Iterator[None]:
+    """Turn any failure of observing into the one error that ends the load.
+
+    Args:
+        what: What led to it.
+
+    Raises:
+        ContractError: With the failure as its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        sentence = f"the load cannot be observed: {what} led to {type(error).__name__}: {error}"
+        raise ContractError(f"{sentence}; launch with weights.mode = 'image'") from error
 
 
 class LoadObserver:
@@ -57,7 +74,7 @@ class LoadObserver:
         self._active = False
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
+        with ExitStack() as stack, or_not_observable("wrapping its loaders"):
             for tensor in self._recorder.destinations.tensors:
                 self._wrap_loader(tensor, stack)
             stack.enter_context(self._watching())
@@ -71,8 +88,9 @@ class LoadObserver:
     ) -> None:
         self._stack.close()
         if kind is None:
-            self._recorder.finish()
-            self.record = LoadRecord.of(self._model, self._recorder.copies, self._recorder.refused)
+            with or_not_observable("the end of the load"):
+                self._recorder.finish()
+                self.record = LoadRecord.of(self._model, self._recorder.copies, self._recorder.refused)
         del self._recorder  # with it go the weak references to everything that was loaded
 
     def bind(self, tensor: Any, stored: Stored | None) -> None:
@@ -148,12 +166,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]  # torch is not there whe
         result = func(*args, **kwargs)
         if writes := _writes(func):
             targets = list(_targets(writes, args, kwargs))
-            try:
-                self._recorder.wrote(func, args, targets, self._here.loader, self._here.scalar)
-            except Exception as error:
-                where = f" in the loader of {self._here.loader.name}" if self._here.loader else ""
-                sentence = f"the load cannot be observed: {func}{where} led to {type(error).__name__}: {error}"
-                raise ContractError(f"{sentence}; launch with weights.mode = 'image'") from error
+            loader = self._here.loader
+            with or_not_observable(f"{func} in the loader of {loader.name}" if loader else str(func)):
+                self._recorder.wrote(func, args, targets, loader, self._here.scalar)
         elif func is _ITEM:
             self._here.scalar = (result, args[0])
         return result
