@@ -140,11 +140,13 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
     run_dir = step.run_dir or str(run_dir_for(step.name or new_name(engine.kind)))
     _require_short(run_dir, step.namespace)
     record = EngineRecord(spec=step.spec, environment=session.need(session.environment, "an environment"))
+    further = engine.installed_arguments(step.argv, record.environment, environ=environ)
+    argv = (*step.argv, *further)
     labels = {
         "engine": step.kind,
         SPEC: step.spec,
         ENVIRONMENT: record.to_text(),
-        COMMAND: json.dumps({"argv": step.argv, "environment": environ, "cwd": step.cwd}),
+        COMMAND: json.dumps({"argv": argv, "environment": environ, "cwd": step.cwd}),
     }
     keeper = session.take(Keeper.start(run_dir, namespace=step.namespace, labels=labels))
     keeper.begin(session.plan.operation, [KILL])
@@ -152,8 +154,9 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
         keeper.undo(remove(session.writer.path, unless=COMMITTED))
     endpoint = Endpoint(host=step.address, port=step.port)
     write_directive(keeper.rank_dir, Directive.new(operation="launch", endpoint=endpoint))
-    pid = keeper.spawn_engine(step.argv, env=environ, cwd=step.cwd)
-    return Receipt(step=step.id, effective=f"pid {pid}", reason=f"run directory {run_dir}")
+    pid = keeper.spawn_engine(argv, env=environ, cwd=step.cwd)
+    added = f", with {' '.join(further)}: installed there" if further else ""
+    return Receipt(step=step.id, effective=f"pid {pid}", reason=f"run directory {run_dir}{added}")
 
 
 def _require_short(run_dir: str, namespace: str) -> None:

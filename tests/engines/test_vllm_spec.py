@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from coldsnap.artifact import record
 from coldsnap.engines.base import Engine, raise_refusals
+from coldsnap.engines.environment import EngineEnvironment, Site
 from coldsnap.engines.vllm import VLLM
 from coldsnap.engines.vllm.arguments import ARGUMENT_LIMITS, CONFIG_LIMITS, ENVIRONMENT_LIMITS, limits_of, options
 from coldsnap.errors import AdmissionError, PolicyError, UnsupportedError
@@ -70,6 +71,72 @@ def test_a_model_of_the_hub_is_launched_at_its_revision():
 def test_sleep_mode_is_asked_for_on_a_gpu_only():
     assert "--enable-sleep-mode" not in launch().argv
     assert "--enable-sleep-mode" in launch(gpu=True).argv
+
+
+PAYLOAD = {"COLDSNAP_EXPORT_MODEL_PAYLOAD": "1"}
+
+
+def test_where_weights_may_leave_on_a_gpu_vllms_own_sleep_uses_the_same_backend():
+    assert launch(environ=PAYLOAD, gpu=True).env["COLDSNAP_VLLM_OVERRIDE_CUMEM"] == "1"
+    assert "COLDSNAP_VLLM_OVERRIDE_CUMEM" not in launch(environ=PAYLOAD).env
+    assert "COLDSNAP_VLLM_OVERRIDE_CUMEM" not in launch(gpu=True).env
+    own = spec(env={"COLDSNAP_VLLM_OVERRIDE_CUMEM": "0"})
+    assert launch(own, environ=PAYLOAD, gpu=True).env["COLDSNAP_VLLM_OVERRIDE_CUMEM"] == "0"
+
+
+def test_a_worker_of_a_hub_model_is_told_which_one_it_is():
+    env = launch(VLLM("org/model", revision=REVISION), environ=PAYLOAD).env
+    assert (env["COLDSNAP_MODEL_ID"], env["COLDSNAP_MODEL_REVISION"]) == ("org/model", REVISION)
+    assert "COLDSNAP_MODEL_ID" not in launch(environ=PAYLOAD).env
+
+
+def environment(*distributions):
+    site = Site(path="/site", distributions=tuple(f"{name}.dist-info" for name in distributions))
+    return EngineEnvironment(
+        executable="/python",
+        python_version="3.12.3",
+        python_abi="cp312",
+        versions={},
+        packages={},
+        coldsnap_digest="",
+        entry_points=(),
+        sites=(site,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("installed", "args", "gpu", "expected"),
+    [
+        (("vllm-0.32.0", "fastsafetensors-0.5.0", "instanttensor-0.2.2"), (), True, ("--load-format", "instanttensor")),
+        (("vllm-0.32.0", "fastsafetensors-0.5.0"), (), True, ("--load-format", "fastsafetensors")),
+        (("vllm-0.32.0",), (), True, ()),
+        (("instanttensor-0.2.2",), (), False, ()),
+        (("instanttensor-0.2.2",), ("--load-format=auto",), True, ()),
+        (("instanttensor-0.2.2",), ("--load_format", "safetensors"), True, ()),
+    ],
+)
+def test_a_gpu_loads_with_the_fastest_loader_that_is_installed(tmp_path, installed, args, gpu, expected):
+    (tmp_path / "model.safetensors").touch()
+    engine = VLLM(tmp_path, args=args)
+    argv = launch(engine, gpu=gpu).argv
+    assert engine.installed_arguments(argv, environment(*installed), environ={}) == expected
+
+
+def test_a_model_without_safetensors_is_loaded_as_vllm_likes(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    engine = VLLM(tmp_path)
+    argv = launch(engine, gpu=True).argv
+    assert engine.installed_arguments(argv, environment("instanttensor-0.2.2"), environ={}) == ()
+
+
+def test_a_hub_model_is_looked_for_in_the_cache_of_the_launch(tmp_path):
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / REVISION
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").touch()
+    engine = VLLM("org/model", revision=REVISION)
+    argv, installed = launch(engine, gpu=True).argv, environment("instanttensor-0.2.2")
+    environ = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    assert engine.installed_arguments(argv, installed, environ=environ) == ("--load-format", "instanttensor")
 
 
 def test_the_environment_is_offline_quiet_and_loads_the_plugin():

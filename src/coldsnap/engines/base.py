@@ -120,6 +120,17 @@ class Engine(Protocol):
             gpu: Whether it is placed on a GPU.
         """
 
+    def installed_arguments(
+        self, argv: Sequence[str], environment: EngineEnvironment, *, environ: Mapping[str, str]
+    ) -> tuple[str, ...]:
+        """Return further arguments of a launch that depend on what the interpreter has installed.
+
+        Args:
+            argv: The command so far.
+            environment: What is installed.
+            environ: The environment of the launch.
+        """
+
     def roles(self, *, gpu: bool) -> Mapping[str, int]:
         """Return how many ranks of each role listen once the engine is ready."""
 

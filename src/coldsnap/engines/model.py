@@ -23,7 +23,7 @@ from coldsnap.artifact.canonical import digest, sha256_of
 from coldsnap.artifact.hashing import in_threads, sha256_fd
 from coldsnap.errors import AdmissionError
 
-__all__ = ["ModelFile", "ModelIdentity", "identify_directory", "identify_hub"]
+__all__ = ["ModelFile", "ModelIdentity", "hub_snapshot", "identify_directory", "identify_hub"]
 
 REVISION = re.compile(r"[0-9a-f]{40}")
 
@@ -123,13 +123,24 @@ def identify_hub(model: str, revision: str, cache: str | os.PathLike[str]) -> Mo
     Raises:
         AdmissionError: That revision is not in the cache.
     """
-    snapshot = Path(cache, f"models--{model.replace('/', '--')}", "snapshots", revision)
+    snapshot = hub_snapshot(model, revision, cache)
     if not snapshot.is_dir():
         fetch = f"huggingface_hub.snapshot_download({model!r}, revision={revision!r})"
         raise AdmissionError(
             f"{model} at {revision} is not in the cache {cache}; engines are started offline, run {fetch}"
         )
     return ModelIdentity(kind="hub", model=model, revision=revision, architecture=_architecture(read_config(snapshot)))
+
+
+def hub_snapshot(model: str, revision: str, cache: str | os.PathLike[str]) -> Path:
+    """Return the directory in which the hub's local cache has a model, if it has it.
+
+    Args:
+        model: ``organisation/name``.
+        revision: 40 hex digits.
+        cache: The hub's cache directory.
+    """
+    return Path(cache, f"models--{model.replace('/', '--')}", "snapshots", revision)
 
 
 def read_config(directory: Path) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ torch weights, and no shortcut around the keeper, the directive or the control s
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 from attrs import field, frozen
@@ -118,6 +118,16 @@ class ReferenceEngine:
         argv += ["--loopback"] if self.loopback else []
         argv += ["--seed", str(self.seed)] if self.seed is not None else []
         return LaunchCommand(argv=(*argv, *self.args), env={**environ, **self.env}, cwd=self.cwd)
+
+    def installed_arguments(
+        self,
+        argv: Sequence[str],  # noqa: ARG002
+        environment: EngineEnvironment,  # noqa: ARG002
+        *,
+        environ: Mapping[str, str],  # noqa: ARG002
+    ) -> tuple[str, ...]:
+        """Return nothing: all that it needs is torch."""
+        return ()
 
     def roles(self, *, gpu: bool = False) -> Mapping[str, int]:  # noqa: ARG002
         """Return how many ranks of each role listen once it is ready."""

@@ -15,6 +15,7 @@ __all__ = [
     "CONFIG_LIMITS",
     "ENVIRONMENT_LIMITS",
     "ENVIRONMENT_OWNED",
+    "LOAD_FORMATS",
     "ConfigLimit",
     "Limit",
     "last_value",
@@ -224,6 +225,9 @@ ENVIRONMENT_DEFAULTS_GPU: Mapping[str, str] = {
     "NCCL_IB_DISABLE": "1",  # open InfiniBand devices cannot be dumped
     "NCCL_RAS_ENABLE": "0",  # its thread keeps sockets between all ranks
 }
+
+# Values of --load-format that are also the names of the distributions they need, the fastest first.
+LOAD_FORMATS = ("instanttensor", "fastsafetensors")
 
 
 @frozen(kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,7 +20,14 @@ from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import LaunchCommand
 from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
-from coldsnap.engines.model import REVISION, ModelIdentity, identify_directory, identify_hub, read_config
+from coldsnap.engines.model import (
+    REVISION,
+    ModelIdentity,
+    hub_snapshot,
+    identify_directory,
+    identify_hub,
+    read_config,
+)
 from coldsnap.engines.settings import check_user_environment
 from coldsnap.engines.vllm import arguments, contract
 from coldsnap.errors import AdmissionError, PolicyError, UnsupportedError
@@ -226,6 +233,30 @@ class VLLM:
         argv += ["--enable-sleep-mode"] if gpu else []  # vLLM refuses it where there is no GPU
         return LaunchCommand(argv=(*argv, *self.args), env=self._environment(environ, gpu), cwd=self.cwd or "/")
 
+    def installed_arguments(
+        self, argv: Sequence[str], environment: EngineEnvironment, *, environ: Mapping[str, str]
+    ) -> tuple[str, ...]:
+        """Return ``--load-format`` with the fastest loader that is installed, on a GPU, when the user named none.
+
+        Args:
+            argv: The command so far.
+            environment: What the interpreter has installed.
+            environ: The environment of the launch, which may say where the hub's cache is.
+        """
+        on_gpu = "--enable-sleep-mode" in argv  # which a launch on a GPU has, and no other
+        if not on_gpu or any(name == "--load-format" for name, _ in arguments.options(self.args)):
+            return ()
+        if not any(self._directory({**environ, **self.env}).glob("*.safetensors")):
+            return ()
+        named = {name for site in environment.sites for name in site.distributions}
+        found = (kind for kind in arguments.LOAD_FORMATS if any(name.startswith(f"{kind}-") for name in named))
+        return next((("--load-format", kind) for kind in found), ())
+
+    def _directory(self, environ: Mapping[str, str]) -> Path:
+        if self.revision is None:
+            return Path(self.model_argument)
+        return hub_snapshot(self.model, self.revision, _hub_cache(environ))
+
     def roles(self, *, gpu: bool = False) -> Mapping[str, int]:
         """Return how many ranks of each role listen once vLLM is ready.
 
@@ -266,8 +297,17 @@ class VLLM:
         result |= {name: value for name, value in environ.items() if not arguments.refuses_variable(name, value)}
         result |= {**self.env, **arguments.ENVIRONMENT_OWNED}
         result["VLLM_PLUGINS"] = _with_item(result.get("VLLM_PLUGINS", ""), "coldsnap")
+        if result.get("COLDSNAP_EXPORT_MODEL_PAYLOAD") == "1":
+            result = {**self._payload_environment(gpu), **result}
         if gpu:
             result["PYTORCH_CUDA_ALLOC_CONF"] = _with_expandable_segments_off(result.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+        return result
+
+    def _payload_environment(self, gpu: bool) -> dict[str, str]:
+        # vLLM's own sleep would take the memory away beneath the worker that is to be released.
+        result = {"COLDSNAP_VLLM_OVERRIDE_CUMEM": "1"} if gpu else {}
+        if self.revision is not None:
+            result |= {"COLDSNAP_MODEL_ID": self.model, "COLDSNAP_MODEL_REVISION": self.revision}
         return result
 
 
