@@ -148,6 +148,16 @@ typedef struct {
   uint64_t pattern;     /* index */
 } coldsnap_io_match;
 
+typedef struct {
+  uint64_t opaque[13];
+} coldsnap_io_sha256_stream;
+
+typedef struct {
+  coldsnap_io_sha256_stream* stream;
+  const void* data;
+  uint64_t length;
+} coldsnap_io_sha256_part;
+
 COLDSNAP_IO_API uint32_t coldsnap_io_abi_version(void);
 
 /* The calling thread's last failure; valid until its next call. */
@@ -183,7 +193,19 @@ COLDSNAP_IO_API int coldsnap_io_residency(int fd, uint64_t offset, uint64_t leng
 /* Digests of memory, at the speed of the transfers. */
 COLDSNAP_IO_API uint32_t coldsnap_io_crc32(uint32_t crc, const void* data, uint64_t length);
 COLDSNAP_IO_API uint32_t coldsnap_io_crc32_combine(uint32_t first, uint32_t second, uint64_t second_length);
+COLDSNAP_IO_API uint32_t coldsnap_io_crc32_copy(uint32_t crc, void* destination, const void* source, uint64_t length);
 COLDSNAP_IO_API void coldsnap_io_sha256(const void* data, uint64_t length, uint8_t digest[32]);
+
+/* SHA-256 of several streams at once: one stream cannot keep a core's units busy, two can. A stream is plain memory of the
+ * caller's, used by one thread at a time. In one update every stream stands once. */
+COLDSNAP_IO_API void coldsnap_io_sha256_begin(coldsnap_io_sha256_stream* stream);
+COLDSNAP_IO_API void coldsnap_io_sha256_update(const coldsnap_io_sha256_part* parts, uint64_t count);
+COLDSNAP_IO_API void coldsnap_io_sha256_end(coldsnap_io_sha256_stream* stream, uint8_t digest[32]);
+
+/* How many streams a core works through at once; 1: as fast as others, 0: by portable code, which is slower. */
+COLDSNAP_IO_API uint32_t coldsnap_io_sha256_lanes(void);
+/* For tests and measurements: the whole process takes no more than so many. */
+COLDSNAP_IO_API void coldsnap_io_sha256_limit(uint32_t lanes);
 
 /* Find every place in [offset, offset + length) of a file where one of `count` (1..1024) different patterns begins, at any byte;
  * each has pattern_bytes (64..4096) bytes, one after the other. A pattern may reach beyond the range, not beyond the file, so that

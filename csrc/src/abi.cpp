@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <new>
 #include <thread>
+#include <type_traits>
 
 #include "capture.hpp"
 #include "checksum.hpp"
@@ -135,6 +137,39 @@ void coldsnap_io_sha256(const void* data, uint64_t length, uint8_t digest[32]) {
   sum.update(data, length);
   std::ranges::copy(sum.finish(), digest);
 }
+
+uint32_t coldsnap_io_crc32_copy(uint32_t crc, void* destination, const void* source, uint64_t length) {
+  return crc32_copy(crc, destination, source, length);
+}
+
+static_assert(sizeof(Sha256) == sizeof(coldsnap_io_sha256_stream) && std::is_trivially_copyable_v<Sha256>);
+
+void coldsnap_io_sha256_begin(coldsnap_io_sha256_stream* stream) {
+  *stream = std::bit_cast<coldsnap_io_sha256_stream>(Sha256());
+}
+
+void coldsnap_io_sha256_update(const coldsnap_io_sha256_part* parts, uint64_t count) {
+  constexpr uint64_t kAtOnce = 16;
+  Sha256 streams[kAtOnce];
+  Sha256::Part told[kAtOnce];
+  for (; count; parts += std::min(count, kAtOnce), count -= std::min(count, kAtOnce)) {
+    const uint64_t some = std::min(count, kAtOnce);
+    for (uint64_t i = 0; i < some; ++i) {
+      std::memcpy(static_cast<void*>(&streams[i]), parts[i].stream, sizeof(Sha256));
+      told[i] = {&streams[i], static_cast<const uint8_t*>(parts[i].data), parts[i].length};
+    }
+    Sha256::update_all({told, some});
+    for (uint64_t i = 0; i < some; ++i) std::memcpy(parts[i].stream, &streams[i], sizeof(Sha256));
+  }
+}
+
+void coldsnap_io_sha256_end(coldsnap_io_sha256_stream* stream, uint8_t digest[32]) {
+  std::ranges::copy(std::bit_cast<Sha256>(*stream).finish(), digest);
+}
+
+uint32_t coldsnap_io_sha256_lanes(void) { return sha256_lanes(); }
+
+void coldsnap_io_sha256_limit(uint32_t lanes) { limit_sha256_lanes(lanes); }
 
 int coldsnap_io_search(int fd, uint64_t offset, uint64_t length, const void* patterns, uint64_t count, uint64_t pattern_bytes,
                        coldsnap_io_match* matches, uint64_t capacity, uint64_t* found) {

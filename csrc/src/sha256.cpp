@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
 
@@ -28,41 +29,61 @@ uint32_t big_endian(const uint8_t* bytes) {
 
 #if defined(__x86_64__)
 
-// The SHA extensions keep the state as ABEF and CDGH and do two rounds an instruction.
-[[gnu::target("sha,sse4.1,ssse3")]] void blocks_sha_ni(uint32_t state[8], const uint8_t* data, size_t blocks) {
+// The SHA extensions keep the state as ABEF and CDGH and do two rounds an instruction. Each waits for the one before it, twice as
+// long as the processor needs to begin another: with the blocks of several streams side by side none is idle.
+template <int kLanes>
+[[gnu::target("sha,sse4.1,ssse3")]] void blocks_sha_ni(uint32_t* const (&states)[kLanes], const uint8_t* (&data)[kLanes],
+                                                       size_t blocks) {
   const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-  const __m128i dcba = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state));
-  const __m128i hgfe = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state + 4));
-  const __m128i cdab = _mm_shuffle_epi32(dcba, 0xb1);
-  const __m128i efgh = _mm_shuffle_epi32(hgfe, 0x1b);
-  __m128i abef = _mm_alignr_epi8(cdab, efgh, 8);
-  __m128i cdgh = _mm_blend_epi16(efgh, cdab, 0xf0);
-
-  for (; blocks; --blocks, data += 64) {
-    const __m128i abef_before = abef, cdgh_before = cdgh;
-    __m128i words[4];
-#pragma GCC unroll 16
-    for (int group = 0; group < 16; ++group) {
-      __m128i& now = words[group & 3];
-      if (group < 4) {
-        now = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data) + group), swap);
-      } else {
-        const __m128i last = words[(group + 3) & 3], before_last = words[(group + 2) & 3];
-        now = _mm_sha256msg1_epu32(now, words[(group + 1) & 3]);
-        now = _mm_sha256msg2_epu32(_mm_add_epi32(now, _mm_alignr_epi8(last, before_last, 4)), last);
-      }
-      const __m128i sum = _mm_add_epi32(now, _mm_load_si128(reinterpret_cast<const __m128i*>(kRound) + group));
-      cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
-      abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
-    }
-    abef = _mm_add_epi32(abef, abef_before);
-    cdgh = _mm_add_epi32(cdgh, cdgh_before);
+  __m128i abef[kLanes], cdgh[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const __m128i dcba = _mm_loadu_si128(reinterpret_cast<const __m128i*>(states[lane]));
+    const __m128i hgfe = _mm_loadu_si128(reinterpret_cast<const __m128i*>(states[lane] + 4));
+    const __m128i cdab = _mm_shuffle_epi32(dcba, 0xb1);
+    const __m128i efgh = _mm_shuffle_epi32(hgfe, 0x1b);
+    abef[lane] = _mm_alignr_epi8(cdab, efgh, 8);
+    cdgh[lane] = _mm_blend_epi16(efgh, cdab, 0xf0);
   }
 
-  const __m128i feba = _mm_shuffle_epi32(abef, 0x1b);
-  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xb1);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(state), _mm_blend_epi16(feba, dchg, 0xf0));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(state + 4), _mm_alignr_epi8(dchg, feba, 8));
+  for (; blocks; --blocks) {
+    __m128i abef_before[kLanes], cdgh_before[kLanes], words[kLanes][4];
+    for (int lane = 0; lane < kLanes; ++lane) abef_before[lane] = abef[lane], cdgh_before[lane] = cdgh[lane];
+#pragma GCC unroll 16
+    for (int group = 0; group < 16; ++group) {
+#pragma GCC unroll 4
+      for (int lane = 0; lane < kLanes; ++lane) {
+        __m128i& now = words[lane][group & 3];
+        if (group < 4) {
+          now = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data[lane]) + group), swap);
+        } else {
+          const __m128i last = words[lane][(group + 3) & 3], before_last = words[lane][(group + 2) & 3];
+          now = _mm_sha256msg1_epu32(now, words[lane][(group + 1) & 3]);
+          now = _mm_sha256msg2_epu32(_mm_add_epi32(now, _mm_alignr_epi8(last, before_last, 4)), last);
+        }
+        const __m128i sum = _mm_add_epi32(now, _mm_load_si128(reinterpret_cast<const __m128i*>(kRound) + group));
+        cdgh[lane] = _mm_sha256rnds2_epu32(cdgh[lane], abef[lane], sum);
+        abef[lane] = _mm_sha256rnds2_epu32(abef[lane], cdgh[lane], _mm_shuffle_epi32(sum, 0x0e));
+      }
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      abef[lane] = _mm_add_epi32(abef[lane], abef_before[lane]);
+      cdgh[lane] = _mm_add_epi32(cdgh[lane], cdgh_before[lane]);
+      data[lane] += 64;
+    }
+  }
+
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const __m128i feba = _mm_shuffle_epi32(abef[lane], 0x1b);
+    const __m128i dchg = _mm_shuffle_epi32(cdgh[lane], 0xb1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(states[lane]), _mm_blend_epi16(feba, dchg, 0xf0));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(states[lane] + 4), _mm_alignr_epi8(dchg, feba, 8));
+  }
+}
+
+void one_lane(uint32_t state[8], const uint8_t* data, size_t blocks) {
+  uint32_t* const states[1] = {state};
+  const uint8_t* places[1] = {data};
+  blocks_sha_ni<1>(states, places, blocks);
 }
 
 bool has_sha() {
@@ -74,10 +95,20 @@ bool has_sha() {
 
 #endif
 
+std::atomic<unsigned> limit = ~0u;
+
+unsigned lanes() {
+#if defined(__x86_64__)
+  static const unsigned best = has_sha() ? 2 : 0;  // three measured no faster, four slower: the registers are used up
+  return std::min(best, limit.load(std::memory_order_relaxed));
+#else
+  return 0;
+#endif
+}
+
 void hash_blocks(uint32_t state[8], const uint8_t* data, size_t blocks) {
 #if defined(__x86_64__)
-  static const bool fast = has_sha();
-  if (fast) return blocks_sha_ni(state, data, blocks);
+  if (lanes()) return one_lane(state, data, blocks);
 #endif
   portable::sha256_blocks(state, data, blocks);
 }
@@ -107,21 +138,57 @@ void portable::sha256_blocks(uint32_t state[8], const uint8_t* data, size_t bloc
   }
 }
 
-void Sha256::update(const void* data, size_t length) {
+Sha256::Part Sha256::begin(const void* data, size_t length) {
   const auto* bytes = static_cast<const uint8_t*>(data);
   const size_t held = length_ % 64;
   length_ += length;
-  if (held) {
+  if (held && length) {
     const size_t take = std::min(length, 64 - held);
     std::memcpy(pending_.data() + held, bytes, take);
     bytes += take;
     length -= take;
-    if (held + take < 64) return;
+    if (held + take < 64) return {this, bytes, 0};
     hash_blocks(state_.data(), pending_.data(), 1);
   }
-  hash_blocks(state_.data(), bytes, length / 64);
-  std::memcpy(pending_.data(), bytes + length / 64 * 64, length % 64);
+  return {this, bytes, length};
 }
+
+void Sha256::end(const Part& part) {
+  hash_blocks(state_.data(), part.data, part.length / 64);
+  std::memcpy(pending_.data(), part.data + part.length / 64 * 64, part.length % 64);
+}
+
+void Sha256::update(const void* data, size_t length) {
+  const Part part = begin(data, length);
+  if (part.length) end(part);
+}
+
+void Sha256::update_all(std::span<const Part> parts) {
+  Part first{}, second{};
+  for (const Part& part : parts) {
+    Part& idle = first.length < 64 ? first : second;
+    if (idle.length) idle.stream->end(idle);
+    idle = part.stream->begin(part.data, part.length);
+    advance(first, second);
+  }
+  if (first.length) first.stream->end(first);
+  if (second.length) second.stream->end(second);
+}
+
+void Sha256::advance([[maybe_unused]] Part& first, [[maybe_unused]] Part& second) {
+#if defined(__x86_64__)
+  const size_t blocks = std::min(first.length, second.length) / 64;
+  if (!blocks || lanes() < 2) return;
+  uint32_t* const states[2] = {first.stream->state_.data(), second.stream->state_.data()};
+  const uint8_t* places[2] = {first.data, second.data};
+  blocks_sha_ni<2>(states, places, blocks);
+  for (Part* part : {&first, &second}) part->data += blocks * 64, part->length -= blocks * 64;
+#endif
+}
+
+unsigned sha256_lanes() { return lanes(); }
+
+void limit_sha256_lanes(unsigned most) { limit.store(most, std::memory_order_relaxed); }
 
 void Sha256::update_zeros(uint64_t length) {
   static const std::array<uint8_t, 65536> zeros{};

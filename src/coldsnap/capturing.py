@@ -47,6 +47,7 @@ from coldsnap.steps import (
     SettleWorkload,
     StopEngine,
 )
+from coldsnap.transfer.native import packaged
 
 __all__ = [
     "admit_engine",
@@ -89,7 +90,7 @@ def admit_host(session: Session, step: AdmitHost) -> Receipt:
 def admit_output(session: Session, step: AdmitOutput) -> Receipt:
     """Take the output, so that nobody else can; it is given back unless the artifact is committed."""
     _require_outside(step.output, session.plan)
-    session.writer = session.stack.enter_context(ArtifactWriter.create(step.output))
+    session.writer = session.stack.enter_context(ArtifactWriter.create(step.output, lanes=packaged()))
     return Receipt(step=step.id, effective="free")
 
 

@@ -30,6 +30,7 @@ from coldsnap.steps import (
     PushArtifact,
     VerifyArtifact,
 )
+from coldsnap.transfer.native import packaged
 
 __all__ = [
     "admit_deletion",
@@ -56,7 +57,10 @@ def open_artifact(session: Session, step: OpenArtifact) -> Receipt:
 
 def verify(session: Session, step: VerifyArtifact) -> Receipt:
     """Admit every file and pack, and prove coverage."""
-    found = verify_artifact(_opened(session), Store(step.store) if step.store else None, step.mode)
+    lanes = packaged()
+    found = verify_artifact(
+        _opened(session), Store(step.store, lanes=lanes) if step.store else None, step.mode, lanes=lanes
+    )
     files, packs = found.files.files, found.packs
     hashed = found.files.bytes_hashed + sum(pack.validation.bytes_hashed for pack in packs)
     unchanged = sum(file.reason == "unchanged" for file in files)

@@ -30,6 +30,7 @@ from coldsnap.receipts import Receipt
 from coldsnap.sealing import COMMAND
 from coldsnap.session import Session
 from coldsnap.steps import AdmitArtifact, CompareAnswer, Reconnect, StageCapsule, StartKeeper, ThawTree, VerifyFiles
+from coldsnap.transfer.native import packaged
 
 SMALL_BYTES = 1 << 20
 """Up to this size a file is hashed before the start: a millisecond."""
@@ -107,7 +108,7 @@ def start_keeper(session: Session, step: StartKeeper) -> Receipt:
 
 def verify(_: Session, step: VerifyFiles) -> Receipt:
     """Compare every file with its evidence, or by digest; runs beside the thaw, and no answer is accepted before."""
-    admission = Artifact.open(step.artifact).verify(step.mode)
+    admission = Artifact.open(step.artifact).verify(step.mode, lanes=packaged())
     by_stat = sum(file.reason == "unchanged" for file in admission.files)
     return Receipt(
         step=step.id,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldsnap.artifact import hashing
-from coldsnap.artifact.hashing import WINDOW_BYTES, in_threads, sha256_fd, sha256_spans
+from coldsnap.artifact.cores import in_threads
+from coldsnap.artifact.hashing import WINDOW_BYTES, sha256_fd, sha256_spans
 
 SIZE = WINDOW_BYTES * 2 + 12_345
 
@@ -61,7 +62,7 @@ def test_a_file_open_for_writing_is_read_without_a_mapping(large) -> None:
 
 def test_whoever_opens_the_file_for_writing_waits_for_the_window_and_ends_the_hashing(large) -> None:
     path, _ = large
-    with path.open("rb") as stream, hashing._pieces_of(stream.fileno(), SIZE) as pieces:
+    with path.open("rb") as stream, hashing.pieces_of(stream.fileno(), SIZE) as pieces:
         reading = pieces(0, SIZE)
         next(reading)
         with pytest.raises(BlockingIOError):

@@ -206,6 +206,30 @@ void captures_come_back(std::mt19937_64& random) {
   }
 }
 
+void streams_side_by_side_have_their_own_digests(std::mt19937_64& random) {
+  coldsnap_io_sha256_limit(random() % 4);
+  std::vector<coldsnap_io_sha256_stream> streams(1 + random() % 20);
+  std::vector<Bytes> contents(streams.size());
+  for (auto& stream : streams) coldsnap_io_sha256_begin(&stream);
+  for (int turn = 0; turn < 10; ++turn) {
+    std::vector<Bytes> pieces;
+    std::vector<coldsnap_io_sha256_part> parts;
+    for (size_t i = 0; i < streams.size(); ++i) {
+      pieces.push_back(content(random() % 3 ? random() % 200 : random() % 5000, random));
+      contents[i].insert(contents[i].end(), pieces[i].begin(), pieces[i].end());
+    }
+    for (size_t i = 0; i < streams.size(); ++i) parts.push_back({&streams[i], pieces[i].data(), pieces[i].size()});
+    coldsnap_io_sha256_update(parts.data(), parts.size());
+  }
+  coldsnap_io_sha256_limit(UINT32_MAX);
+  for (size_t i = 0; i < streams.size(); ++i) {
+    uint8_t digest[32], expected[32];
+    coldsnap_io_sha256_end(&streams[i], digest);
+    coldsnap_io_sha256(contents[i].data(), contents[i].size(), expected);
+    REQUIRE(!std::memcmp(digest, expected, 32));
+  }
+}
+
 void every_pattern_is_found(std::mt19937_64& random) {
   const uint64_t size = 64 + random() % 40;
   Bytes patterns(size * (1 + random() % 5)), bytes = content(random() % 400'000, random);
@@ -252,6 +276,7 @@ int main(int count, char** arguments) {
     failures_are_named(random);
     captures_come_back(random);
     every_pattern_is_found(random);
+    streams_side_by_side_have_their_own_digests(random);
   }
   std::vector<std::thread> threads;
   for (uint64_t seed = 0; seed < 3; ++seed)

@@ -107,6 +107,8 @@ def test_structures_are_laid_out_as_the_header_says(tmp_path):
         "error": interface.Error,
         "statistics": interface.Statistics,
         "match": interface.Match,
+        "sha256_stream": interface.Stream,
+        "sha256_part": interface.Part,
     }
     lines = []
     for name, structure in pairs.items():

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from attrs import field, frozen
 
 from coldsnap.artifact import canonical, record
 from coldsnap.artifact.durable import FaultPoint, unharmed, write_file_durably
 from coldsnap.artifact.evidence import Identity, Verify, hash_file, identity_of, remembered
+from coldsnap.artifact.lanes import Lanes
 from coldsnap.artifact.pack import PackEntry, verify_extents
 from coldsnap.artifact.private import open_private, read_small
 from coldsnap.errors import FormatError, IntegrityError
@@ -125,6 +127,7 @@ def decide(
     index: Sequence[PackEntry] | None = None,
     threads: int | None = None,
     at: FaultPoint = unharmed,
+    lanes: Lanes | None = None,
 ) -> Admission:
     """Admit a pack.
 
@@ -134,6 +137,7 @@ def decide(
             one uses them, on all cores.
         threads: For a verification by extents; None: all cores.
         at: Fault point.
+        lanes: For a verification by extents: who hashes several at once on each core; None: nobody.
 
     Returns:
         The admission.
@@ -142,6 +146,7 @@ def decide(
         FormatError: The file or its record is a link, foreign or open to others.
         IntegrityError: It is missing, of another size or content, or changed meanwhile.
     """
+    verify = partial(verify_extents, path=request.path, threads=threads, lanes=lanes)
     with open_private(request.path) as (fd, status):
         _require_size(request, status)
         known = _read_record(request)
@@ -150,9 +155,9 @@ def decide(
             return _admission(request, status, cached=True)
         index_sha256 = None if index is None else _index_digest(index)
         if index is not None and known is not None and known.index_sha256 == index_sha256:
-            _verify_by_index(request, fd, status, index, threads)
+            _verify_by_index(request, fd, status, index, verify)
         else:
-            _verify_whole(request, fd, status, index, threads)
+            _verify_whole(request, fd, status, index, verify)
     made = _record(request, status, index_sha256 or (known.index_sha256 if known else None))
     if made != known:
         data = canonical.encode(record.write(made))
@@ -173,6 +178,9 @@ def is_bound(request: Request, index: Sequence[PackEntry]) -> bool:
     return known is not None and held and known.index_sha256 == _index_digest(index)
 
 
+_ByIndex: TypeAlias = Callable[[int, int, Sequence[PackEntry]], None]
+
+
 def _require_size(request: Request, status: os.stat_result) -> None:
     if request.expected_bytes not in {0, status.st_size}:
         raise IntegrityError(
@@ -184,7 +192,11 @@ def _require_size(request: Request, status: os.stat_result) -> None:
 
 
 def _verify_whole(
-    request: Request, fd: int, status: os.stat_result, index: Sequence[PackEntry] | None, threads: int | None
+    request: Request,
+    fd: int,
+    status: os.stat_result,
+    index: Sequence[PackEntry] | None,
+    verify: _ByIndex,
 ) -> None:
     actual = hash_file(fd, status, request.path)
     if actual != request.expected_sha256:
@@ -192,13 +204,17 @@ def _verify_whole(
             "wrong content (rule validation.4)", path=request.path, expected=request.expected_sha256, actual=actual
         )
     if index is not None:
-        _verify_by_index(request, fd, status, index, threads)
+        _verify_by_index(request, fd, status, index, verify)
 
 
 def _verify_by_index(
-    request: Request, fd: int, before: os.stat_result, index: Sequence[PackEntry], threads: int | None
+    request: Request,
+    fd: int,
+    before: os.stat_result,
+    index: Sequence[PackEntry],
+    verify: _ByIndex,
 ) -> None:
-    verify_extents(fd, before.st_size, index, path=request.path, threads=threads)
+    verify(fd, before.st_size, index)
     if identity_of(os.fstat(fd)) != identity_of(before):
         raise IntegrityError(
             "the file changed while it was verified (rule validation.5)",

@@ -18,6 +18,7 @@ from coldsnap.artifact.committed import Artifact
 from coldsnap.artifact.durable import COMMITTED, is_uncommitted, remove_committed, remove_partials
 from coldsnap.artifact.evidence import TreeAdmission, Verify
 from coldsnap.artifact.held import is_held
+from coldsnap.artifact.lanes import Lanes
 from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.artifact.store import Store, StoredPack
 from coldsnap.errors import ArtifactError
@@ -91,14 +92,22 @@ class Collected:
     dry_run: bool
 
 
-def verify_artifact(artifact: Artifact, store: Store | None, verify: Verify = "evidence") -> Verified:
+def verify_artifact(
+    artifact: Artifact, store: Store | None, verify: Verify = "evidence", *, lanes: Lanes | None = None
+) -> Verified:
     """Admit every file of an artifact and every pack it names, and prove coverage again.
+
+    Args:
+        artifact: What to verify.
+        store: Where its packs are; None: it names none.
+        verify: ``evidence`` or ``full``.
+        lanes: Who hashes several files at once on each core; None: nobody. The packs have those of the store.
 
     Raises:
         ArtifactError: Something is missing, wrong, or not private.
     """
     begin = time.perf_counter()
-    files = artifact.verify(verify)
+    files = artifact.verify(verify, lanes=lanes)
     manifests = {
         worker.worker: read_document(
             NativeManifest, artifact.path / worker.native_manifest.path, sha256=worker.native_manifest.sha256

@@ -19,6 +19,7 @@ from coldsnap.artifact.compatibility import Comparison, CompatibilityPolicy, Tar
 from coldsnap.artifact.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor
 from coldsnap.artifact.durable import COMMITTED, is_uncommitted
 from coldsnap.artifact.evidence import TreeAdmission, Verify, admit_tree
+from coldsnap.artifact.lanes import Lanes
 from coldsnap.artifact.private import open_directory, read_small
 from coldsnap.errors import ArtifactError, FormatError, IntegrityError
 
@@ -104,12 +105,15 @@ class Artifact:
             for file in seed.files:
                 yield "cache_seeds", file
 
-    def verify(self, verify: Verify = "evidence", *, threads: int | None = None) -> TreeAdmission:
+    def verify(
+        self, verify: Verify = "evidence", *, threads: int | None = None, lanes: Lanes | None = None
+    ) -> TreeAdmission:
         """Admit every file of the artifact, and demand that its capsules hold nothing else.
 
         Args:
             verify: ``evidence`` hashes what has no valid evidence, ``full`` hashes all.
             threads: Hashing threads; None: all cores.
+            lanes: Who hashes several files at once on each core; None: nobody.
 
         Raises:
             IntegrityError: A file is missing or not the captured one.
@@ -126,7 +130,7 @@ class Artifact:
                 ) from error
             if odd is not None:
                 raise FormatError("the file is not listed", path=str(self.path / odd), rule="descriptor.9")
-        return admit_tree(self.path, self.descriptor.files, verify, threads=threads)
+        return admit_tree(self.path, self.descriptor.files, verify, threads=threads, lanes=lanes)
 
     def compare(self, target: Target, policy: CompatibilityPolicy) -> Comparison:
         """Compare what was captured with what is there: mismatches, and notes for the receipt."""

@@ -11,6 +11,7 @@ admitted. Rules: ``docs/format/evidence.md``.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from coldsnap.artifact import canonical, record
 from coldsnap.artifact.durable import FaultPoint, unharmed, write_file_durably
-from coldsnap.artifact.hashing import in_threads, sha256_fd
+from coldsnap.artifact.hashing import pieces_of
+from coldsnap.artifact.lanes import Lanes, sha256_streams
 from coldsnap.artifact.private import open_directory, open_private, read_small, require_private
 from coldsnap.errors import FormatError, IntegrityError
 
@@ -30,6 +32,7 @@ __all__ = [
     "EVIDENCE_NAME",
     "Admitted",
     "Identity",
+    "PrivateFile",
     "TreeAdmission",
     "Verify",
     "admit_tree",
@@ -152,8 +155,16 @@ def hash_file(fd: int, before: os.stat_result, path: str) -> str:
     Raises:
         IntegrityError: It changed, or could not be read.
     """
+    state = hashlib.sha256()
+    for piece in _at_rest(fd, before, path):
+        state.update(piece)
+    return f"sha256:{state.hexdigest()}"
+
+
+def _at_rest(fd: int, before: os.stat_result, path: str) -> Iterator[memoryview]:
     try:
-        digest = sha256_fd(fd, before.st_size)
+        with pieces_of(fd, before.st_size) as pieces:
+            yield from pieces(0, before.st_size)
     except OSError as error:
         raise IntegrityError(
             f"the file cannot be read ({error})", path=path, expected="its bytes", actual="an error"
@@ -165,7 +176,35 @@ def hash_file(fd: int, before: os.stat_result, path: str) -> str:
             expected="a file at rest",
             actual="a change",
         )
-    return digest
+
+
+@define(kw_only=True)
+class PrivateFile:
+    """A private file as a stream for :func:`~coldsnap.artifact.lanes.sha256_streams`; it must not change meanwhile.
+
+    Attributes:
+        size: Bytes, for the order of the work only.
+        name: To open it by, in ``directory`` if that is given.
+        label: For errors.
+        directory: An open directory.
+        status: Of the file that was read, once it was.
+    """
+
+    size: int
+    name: str
+    label: str
+    directory: int | None = None
+    status: os.stat_result = field(init=False)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Open the file and yield its bytes.
+
+        Raises:
+            IntegrityError: It changed, or could not be read.
+            FormatError: It is a link, foreign, or open to others.
+        """
+        with open_private(self.name, dir_fd=self.directory, name=self.label) as (fd, self.status):
+            yield from _at_rest(fd, self.status, self.label)
 
 
 def admit_tree(
@@ -175,6 +214,7 @@ def admit_tree(
     *,
     threads: int | None = None,
     at: FaultPoint = unharmed,
+    lanes: Lanes | None = None,
 ) -> TreeAdmission:
     """Admit every listed file of a directory, by stat where evidence holds, else by its digest.
 
@@ -184,6 +224,7 @@ def admit_tree(
         verify: ``evidence`` or ``full``.
         threads: Hashing threads; None: all cores.
         at: Fault point.
+        lanes: Who hashes several files at once on each core; None: nobody.
 
     Raises:
         IntegrityError: A file is missing, or its size or digest is not the listed one.
@@ -192,14 +233,15 @@ def admit_tree(
     begin = time.perf_counter()
     known = _read_evidence(root / EVIDENCE_NAME) if verify == "evidence" else {}
     with _directories(root, files) as opened:
-
-        def admit(listed: Listed) -> Admitted:
-            return _admit(root, listed, opened, known.get(listed.path), verify)
-
         # A stat is too short for a thread: only what must be read goes to the pool.
         settled = {listed.path: _by_stat(root, listed, opened, known.get(listed.path)) for listed in files}
         open_ones = [listed for listed in files if settled[listed.path] is None]
-        hashed = in_threads(admit, sorted(open_ones, key=lambda item: -item.bytes), threads=threads)
+        streams = [_stream(root, listed, opened) for listed in open_ones]
+        digests = sha256_streams(streams, threads=threads, lanes=lanes)
+        hashed = [
+            _admit(listed, stream, digest, known.get(listed.path), verify)
+            for listed, stream, digest in zip(open_ones, streams, digests, strict=True)
+        ]
     settled.update({one.path: one for one in hashed})
     admitted = tuple(one for listed in files if (one := settled[listed.path]) is not None)
     outdated = bool(hashed) or known.keys() != {listed.path for listed in files}
@@ -267,15 +309,17 @@ def _by_stat(root: Path, listed: Listed, opened: Mapping[str, int], entry: Entry
     return _admitted(listed, "unchanged", status)
 
 
-def _admit(root: Path, listed: Listed, opened: Mapping[str, int], entry: Entry | None, verify: Verify) -> Admitted:
+def _stream(root: Path, listed: Listed, opened: Mapping[str, int]) -> PrivateFile:
     directory, _, name = listed.path.rpartition("/")
-    label = str(root / listed.path)
-    with open_private(name, dir_fd=opened[directory], name=label) as (fd, status):
-        actual = hash_file(fd, status, label)
+    return PrivateFile(size=listed.bytes, name=name, label=str(root / listed.path), directory=opened[directory])
+
+
+def _admit(listed: Listed, stream: PrivateFile, actual: str, entry: Entry | None, verify: Verify) -> Admitted:
     if actual != listed.sha256:
-        raise IntegrityError("wrong content (rule evidence.5)", path=label, expected=listed.sha256, actual=actual)
+        at = "wrong content (rule evidence.5)"
+        raise IntegrityError(at, path=stream.label, expected=listed.sha256, actual=actual)
     reason: Literal["full", "stale", "absent"] = "full" if verify == "full" else "stale" if entry else "absent"
-    return _admitted(listed, reason, status)
+    return _admitted(listed, reason, stream.status)
 
 
 def _admitted(

@@ -15,39 +15,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-__all__ = ["WINDOW_BYTES", "available_cores", "in_threads", "sha256_fd", "sha256_spans"]
+from attrs import frozen
+
+from coldsnap.artifact.lanes import Lanes, sha256_streams
+
+__all__ = ["WINDOW_BYTES", "pieces_of", "sha256_fd", "sha256_spans"]
 
 WINDOW_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 _READ_BYTES = 256 << 10
 _MADV_POPULATE_READ = 22
 _Pieces: TypeAlias = Callable[[int, int], Iterator[memoryview]]
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
-
-def available_cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def in_threads(work: Callable[[_T], _R], items: Iterable[_T], *, threads: int | None = None) -> list[_R]:
-    """Apply ``work`` to every item on all cores (hashing releases the GIL), in order of the items."""
-    queue = list(items)
-    count = min(threads or available_cores(), len(queue))
-    if count <= 1:
-        return [work(item) for item in queue]
-    with ThreadPoolExecutor(count, thread_name_prefix="coldsnap-hash") as pool:
-        return list(pool.map(work, queue))
 
 
 def sha256_fd(fd: int, size_bytes: int) -> str:
@@ -59,7 +44,14 @@ def sha256_fd(fd: int, size_bytes: int) -> str:
     return sha256_spans(fd, size_bytes, [(0, size_bytes)])[0]
 
 
-def sha256_spans(fd: int, size_bytes: int, spans: Sequence[tuple[int, int]], *, threads: int | None = 1) -> list[str]:
+def sha256_spans(
+    fd: int,
+    size_bytes: int,
+    spans: Sequence[tuple[int, int]],
+    *,
+    threads: int | None = 1,
+    lanes: Lanes | None = None,
+) -> list[str]:
     """Return ``sha256:<hex>`` of each span ``(offset, size)`` of a file of ``size_bytes``.
 
     Args:
@@ -67,23 +59,32 @@ def sha256_spans(fd: int, size_bytes: int, spans: Sequence[tuple[int, int]], *, 
         size_bytes: The size of the file.
         spans: Inside the file.
         threads: None: all cores.
+        lanes: Who hashes several spans at once on each core; None: hashlib, one.
     """
-    with _pieces_of(fd, size_bytes) as pieces:
+    with pieces_of(fd, size_bytes) as pieces:
         # Starting threads costs more than a small file.
         count = threads if size_bytes >= _SMALL_BYTES else 1
-        return in_threads(lambda span: _digest(pieces(*span)), spans, threads=count)
+        streams = [_Span(offset=offset, size=size, of=pieces) for offset, size in spans]
+        return sha256_streams(streams, threads=count, lanes=lanes)
 
 
-def _digest(pieces: Iterable[memoryview]) -> str:
-    state = hashlib.sha256()
-    for piece in pieces:
-        state.update(piece)
-    return f"sha256:{state.hexdigest()}"
+@frozen(kw_only=True)
+class _Span:
+    offset: int
+    size: int
+    of: _Pieces
+
+    def pieces(self) -> Iterator[memoryview]:
+        return self.of(self.offset, self.size)
 
 
 @contextlib.contextmanager
-def _pieces_of(fd: int, size_bytes: int) -> Iterator[_Pieces]:
-    """Choose how the bytes are reached: a mapping where it is safe, else plain reads."""
+def pieces_of(fd: int, size_bytes: int) -> Iterator[_Pieces]:
+    """Reach the bytes of a file: by a mapping where it is safe, else by plain reads.
+
+    Yields:
+        What gives the bytes of a span ``(offset, size)`` in pieces; a piece is valid until the next one is asked for.
+    """
     if size_bytes < _SMALL_BYTES or not _lease(fd):
         yield partial(_read_pieces, fd)
         return

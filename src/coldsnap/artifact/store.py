@@ -26,6 +26,7 @@ from coldsnap.artifact.durable import (
     unharmed,
 )
 from coldsnap.artifact.evidence import Verify, hash_file
+from coldsnap.artifact.lanes import Lanes
 from coldsnap.artifact.pack import Pack, PackEntry, Source, layout, write_pack
 from coldsnap.artifact.payloads import PayloadObject
 from coldsnap.artifact.private import open_directory, open_private
@@ -63,9 +64,11 @@ class Store:
     Args:
         root: The directory; it and what is below are made private when they are first written to.
         at: Fault point.
+        lanes: Who hashes and sums faster than Python's own (the native library); None: nobody.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, at: FaultPoint = unharmed) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, at: FaultPoint = unharmed, lanes: Lanes | None = None) -> None:
+        self._lanes = lanes
         self.root = Path(os.path.abspath(root))
         self.directory = self.root / PACKS
         self._at = at
@@ -136,7 +139,7 @@ class Store:
         """
         with staged_file(self.prepare(), "new.pack", at=self._at) as staged:
             self._at("new.pack:write")
-            pack = write_pack(staged, sources, digests=digests, threads=threads)
+            pack = write_pack(staged, sources, digests=digests, threads=threads, lanes=self._lanes)
             self.publish(staged, pack.sha256)
         return pack
 
@@ -221,7 +224,7 @@ class Store:
         with self.lock(payload.sha256):
             if transport is not None and transport.effective != "python":
                 return validate(request, transport)
-            return decide(request, index=index, at=self._at)
+            return decide(request, index=index, at=self._at, lanes=self._lanes)
 
     def stage(self, payload: PayloadObject, fetch: Callable[[Path], Path]) -> Admission:
         """Bring one worker's pack here unless it is here already, and admit it.

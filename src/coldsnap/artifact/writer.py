@@ -14,9 +14,8 @@ from coldsnap.artifact.capsule import FileRecord
 from coldsnap.artifact.committed import Artifact
 from coldsnap.artifact.descriptor import Descriptor
 from coldsnap.artifact.durable import COMMITTED, FaultPoint, StagedDirectory, staged_directory, unharmed
-from coldsnap.artifact.evidence import Admitted, hash_file, identity_of, write_evidence
-from coldsnap.artifact.hashing import in_threads
-from coldsnap.artifact.private import open_private
+from coldsnap.artifact.evidence import Admitted, PrivateFile, identity_of, write_evidence
+from coldsnap.artifact.lanes import Lanes, sha256_streams
 from coldsnap.errors import ArtifactError
 
 __all__ = ["ArtifactWriter"]
@@ -36,7 +35,8 @@ class ArtifactWriter:
     an artifact and that the next capture to the same output removes.
     """
 
-    def __init__(self, staged: StagedDirectory, at: FaultPoint) -> None:
+    def __init__(self, staged: StagedDirectory, at: FaultPoint, lanes: Lanes | None) -> None:
+        self._lanes = lanes
         self.path = staged.path
         self._staged = staged
         self._at = at
@@ -44,12 +44,15 @@ class ArtifactWriter:
 
     @classmethod
     @contextmanager
-    def create(cls, output: str | os.PathLike[str], *, at: FaultPoint = unharmed) -> Iterator[ArtifactWriter]:
+    def create(
+        cls, output: str | os.PathLike[str], *, at: FaultPoint = unharmed, lanes: Lanes | None = None
+    ) -> Iterator[ArtifactWriter]:
         """Begin an artifact at ``output``; missing parent directories are made, private.
 
         Args:
             output: Where it will be.
             at: Fault point, called before every write, fsync and rename.
+            lanes: Who hashes several files at once on each core; None: nobody.
 
         Raises:
             ArtifactError: The output exists, lies in an artifact or cannot be made, or another capture is writing it.
@@ -62,7 +65,7 @@ class ArtifactWriter:
         except OSError as error:
             raise ArtifactError(f"the output {final} cannot be created: {error.strerror}; choose another") from error
         with staged_directory(final, at=at) as staged:
-            yield cls(staged, at)
+            yield cls(staged, at, lanes)
 
     def directory(self, relative: str) -> Path:
         """Make a private directory inside the artifact, with its parents, and return its path."""
@@ -87,8 +90,11 @@ class ArtifactWriter:
             ArtifactError: Something there is neither a regular file nor a directory.
         """
         paths = sorted(self._private_files(relative))
-        admitted = in_threads(self._hash, sorted(paths, key=lambda path: -_size(self.path / path)), threads=threads)
-        self._sealed.update({one.path: one for one in admitted})
+        at = [self.path / path for path in paths]
+        streams = [PrivateFile(size=path.lstat().st_size, name=str(path), label=str(path)) for path in at]
+        digests = sha256_streams(streams, threads=threads, lanes=self._lanes)
+        for path, stream, digest in zip(paths, streams, digests, strict=True):
+            self._sealed[path] = _admitted(path, stream.status, digest)
         return tuple(
             FileRecord(
                 path=path,
@@ -125,19 +131,13 @@ class ArtifactWriter:
                 path.chmod(0o700 if path.is_dir() else 0o600)
             yield from (os.path.relpath(os.path.join(directory, name), self.path) for name in files)
 
-    def _hash(self, relative: str) -> Admitted:
-        path = self.path / relative
-        with open_private(path) as (fd, status):
-            digest = hash_file(fd, status, str(path))
-        return Admitted(
-            path=relative,
-            bytes=status.st_size,
-            sha256=digest,
-            reason="full",
-            identity=identity_of(status),
-            ctime_ns=status.st_ctime_ns,
-        )
 
-
-def _size(path: Path) -> int:
-    return path.lstat().st_size
+def _admitted(path: str, status: os.stat_result, digest: str) -> Admitted:
+    return Admitted(
+        path=path,
+        bytes=status.st_size,
+        sha256=digest,
+        reason="full",
+        identity=identity_of(status),
+        ctime_ns=status.st_ctime_ns,
+    )

@@ -20,7 +20,8 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from coldsnap.artifact.canonical import digest, sha256_of
-from coldsnap.artifact.hashing import in_threads, sha256_fd
+from coldsnap.artifact.cores import in_threads
+from coldsnap.artifact.hashing import sha256_fd
 from coldsnap.errors import AdmissionError
 
 __all__ = ["ModelFile", "ModelIdentity", "hub_snapshot", "identify_directory", "identify_hub"]

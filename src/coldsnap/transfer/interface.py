@@ -5,14 +5,33 @@ The one rule: field for field and name for name what the header says; a test com
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from coldsnap.transfer.backend import FileExtent, Source
 from coldsnap.transfer.outcome import STAGES
 
-__all__ = ["ABI", "SIGNATURES", "Error", "Extent", "Match", "Options", "Range", "Result", "Statistics"]
+__all__ = [
+    "ABI",
+    "SIGNATURES",
+    "Error",
+    "Extent",
+    "Match",
+    "Options",
+    "Part",
+    "Range",
+    "Result",
+    "Statistics",
+    "Stream",
+    "addresses",
+    "extents_of",
+    "sources_of",
+]
 
 ABI = 2
+_VERIFY = {"none": 0, "crc32": 1, "crc32+sha256": 2}
 
 
 class Extent(ctypes.Structure):
@@ -97,10 +116,78 @@ class Statistics(ctypes.Structure):
     _fields_ = (("ring_bytes", ctypes.c_uint64), ("registered_bytes", ctypes.c_uint64))
 
 
+class Stream(ctypes.Structure):
+    """``coldsnap_io_sha256_stream``."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 13),)
+
+
+class Part(ctypes.Structure):
+    """``coldsnap_io_sha256_part``."""
+
+    _fields_ = (("stream", ctypes.POINTER(Stream)), ("data", ctypes.c_void_p), ("length", ctypes.c_uint64))
+
+
 class Match(ctypes.Structure):
     """``coldsnap_io_match``."""
 
     _fields_ = (("file_offset", ctypes.c_uint64), ("pattern", ctypes.c_uint64))
+
+
+class _Buffer(ctypes.Structure):
+    """``Py_buffer``, whose layout is part of Python's stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+@contextlib.contextmanager
+def addresses(*views: memoryview) -> Iterator[list[int]]:
+    """Yield the addresses of contiguous buffers, read-only ones too, which ctypes alone has no way to.
+
+    They hold inside the block.
+
+    Raises:
+        BufferError: One is not contiguous.
+    """
+    held = (_Buffer * len(views))()
+    with contextlib.ExitStack() as stack:
+        for buffer, view in zip(held, views, strict=True):
+            ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+            stack.callback(ctypes.pythonapi.PyBuffer_Release, ctypes.byref(buffer))
+        yield [buffer.buf or 0 for buffer in held]
+
+
+def extents_of(extents: Sequence[FileExtent]) -> Any:
+    """Return an array of ``coldsnap_io_extent`` to hydrate."""
+    array = (Extent * len(extents))()
+    for native, extent in zip(array, extents, strict=True):
+        native.file_offset, native.address, native.length = extent.file_offset, extent.address, extent.length
+        if extent.crc32 is not None:
+            native.verify, native.crc32 = 1, extent.crc32
+        if extent.sha256 is not None:
+            native.verify, native.sha256 = 2, (ctypes.c_uint8 * 32).from_buffer_copy(extent.sha256)
+    return array
+
+
+def sources_of(sources: Sequence[Source]) -> Any:
+    """Return an array of ``coldsnap_io_extent`` to capture."""
+    array = (Extent * len(sources))()
+    for native, source in zip(array, sources, strict=True):
+        native.file_offset, native.address, native.length = source.file_offset, source.address, source.length
+        native.verify = _VERIFY[source.verification]
+    return array
 
 
 _INT, _U32, _I32, _U64, _TEXT, _AT = (
@@ -120,7 +207,13 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "residency": (_INT, [_INT, _U64, _U64, _U64, _AT, _U64]),
     "crc32": (_U32, [_U32, _AT, _U64]),
     "crc32_combine": (_U32, [_U32, _U32, _U64]),
+    "crc32_copy": (_U32, [_U32, _AT, _AT, _U64]),
     "sha256": (None, [_AT, _U64, _AT]),
+    "sha256_begin": (None, [_AT]),
+    "sha256_update": (None, [_AT, _U64]),
+    "sha256_end": (None, [_AT, _AT]),
+    "sha256_lanes": (_U32, []),
+    "sha256_limit": (None, [_U32]),
     "search": (_INT, [_INT, _U64, _U64, _AT, _U64, _U64, _AT, _U64, _AT]),
     "memcpy": (_INT, [_AT, _AT, _U64, _U32]),
     "read_statistics": (None, [_AT]),

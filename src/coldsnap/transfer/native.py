@@ -15,7 +15,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from attrs import frozen
 
@@ -24,13 +24,24 @@ from coldsnap.transfer.backend import (
     RANGES_KEPT,
     CaptureJob,
     CaptureReceipt,
-    FileExtent,
     HydrationJob,
     HydrationReceipt,
-    Source,
     Tuning,
 )
-from coldsnap.transfer.interface import ABI, SIGNATURES, Extent, Match, Options, Range, Result, Statistics
+from coldsnap.transfer.interface import (
+    ABI,
+    SIGNATURES,
+    Match,
+    Options,
+    Part,
+    Range,
+    Result,
+    Statistics,
+    Stream,
+    addresses,
+    extents_of,
+    sources_of,
+)
 from coldsnap.transfer.outcome import ACCESSES, BACKENDS, capture_receipt, hydration_receipt
 
 __all__ = ["ABI", "NativeLibrary", "RingStatistics", "address_of", "packaged", "view_of"]
@@ -38,8 +49,7 @@ __all__ = ["ABI", "NativeLibrary", "RingStatistics", "address_of", "packaged", "
 LIBRARY_NAME = "libcoldsnap_io.so"
 HOST = -1
 _NO_EXTENT = (1 << 64) - 1
-
-_VERIFY = {"none": 0, "crc32": 1, "crc32+sha256": 2}
+_ALL_LANES = (1 << 32) - 1
 
 _DISCARD, _FILE_SHA256, _READ_BACK, _PAD, _NO_DIRECT_OPEN = 1, 2, 4, 8, 16
 _MISMATCH = 7
@@ -205,7 +215,7 @@ class NativeLibrary:
         result, ranges = Result(), (Range * RANGES_KEPT)()
         status = self._library.coldsnap_io_hydrate(
             job.fd,
-            _extents(job.extents),
+            extents_of(job.extents),
             len(job.extents),
             ctypes.byref(options),
             ctypes.byref(result),
@@ -217,7 +227,7 @@ class NativeLibrary:
 
     def capture(self, job: CaptureJob) -> CaptureReceipt:
         """Write memory to an empty file; see :class:`~coldsnap.transfer.backend.CaptureBackend`."""
-        sources = _sources(job.sources)
+        sources = sources_of(job.sources)
         flags = _PAD * job.pad + _FILE_SHA256 * job.file_sha256 + _READ_BACK * job.read_back
         options = self._options(job.tuning, job.requested, flags)
         result = Result()
@@ -267,6 +277,42 @@ class NativeLibrary:
         digest = (ctypes.c_uint8 * 32)()
         self._library.coldsnap_io_sha256(address_of(data) if data.nbytes else 0, data.nbytes, digest)
         return bytes(digest)
+
+    @property
+    def sha256_lanes(self) -> int:
+        """How many streams a core hashes at once; below 2 this library is no faster than others."""
+        return int(self._library.coldsnap_io_sha256_lanes())
+
+    def limit_sha256_lanes(self, most: int | None) -> None:
+        """Take no more than so many in this whole process, for tests and measurements; ``None``: all there are."""
+        self._library.coldsnap_io_sha256_limit(_ALL_LANES if most is None else most)
+
+    def sha256_begin(self) -> Stream:
+        """Begin a stream; one thread at a time may use it."""
+        stream = Stream()
+        self._library.coldsnap_io_sha256_begin(ctypes.byref(stream))
+        return stream
+
+    def sha256_update(self, parts: Sequence[tuple[Stream, memoryview]]) -> None:
+        """Add a contiguous buffer to each of several different streams."""
+        with addresses(*(data for _, data in parts)) as places:
+            told = (Part * len(parts))()
+            for part, (stream, data), place in zip(told, parts, places, strict=True):
+                part.stream, part.data, part.length = ctypes.pointer(stream), place, data.nbytes
+            self._library.coldsnap_io_sha256_update(told, len(parts))
+
+    def sha256_end(self, stream: Stream) -> bytes:
+        """Return the digest of a stream."""
+        digest = (ctypes.c_uint8 * 32)()
+        self._library.coldsnap_io_sha256_end(ctypes.byref(stream), digest)
+        return bytes(digest)
+
+    def crc32_copy(self, crc: int, target: memoryview, source: memoryview) -> int:
+        """Copy a contiguous buffer to the beginning of a writable one, and return its CRC-32 appended to ``crc``."""
+        if target.nbytes < source.nbytes:
+            raise ValueError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
+        with addresses(target, source) as (to, place):
+            return int(self._library.coldsnap_io_crc32_copy(crc, to, place, source.nbytes))
 
     def search(
         self, fd: int, path: str, offset: int, length: int, patterns: Sequence[bytes]
@@ -321,22 +367,3 @@ def packaged() -> NativeLibrary | None:
     """
     present = importlib.resources.files("coldsnap.transfer").joinpath(LIBRARY_NAME).is_file()
     return NativeLibrary.load() if present else None
-
-
-def _extents(extents: Sequence[FileExtent]) -> Any:
-    array = (Extent * len(extents))()
-    for native, extent in zip(array, extents, strict=True):
-        native.file_offset, native.address, native.length = extent.file_offset, extent.address, extent.length
-        if extent.crc32 is not None:
-            native.verify, native.crc32 = 1, extent.crc32
-        if extent.sha256 is not None:
-            native.verify, native.sha256 = 2, (ctypes.c_uint8 * 32).from_buffer_copy(extent.sha256)
-    return array
-
-
-def _sources(sources: Sequence[Source]) -> Any:
-    array = (Extent * len(sources))()
-    for native, source in zip(array, sources, strict=True):
-        native.file_offset, native.address, native.length = source.file_offset, source.address, source.length
-        native.verify = _VERIFY[source.verification]
-    return array

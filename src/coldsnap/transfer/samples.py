@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from attrs import field, frozen
 
-from coldsnap.artifact.hashing import in_threads
+from coldsnap.artifact.cores import in_threads
 from coldsnap.transfer.native import NativeLibrary, packaged
 
 __all__ = ["Found", "Sample", "draw", "search"]

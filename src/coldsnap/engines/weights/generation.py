@@ -21,9 +21,9 @@ from pathlib import Path
 from attrs import field, frozen
 
 from coldsnap.artifact.canonical import sha256_of
+from coldsnap.artifact.cores import available_cores
 from coldsnap.artifact.durable import FaultPoint, unharmed, write_file_durably
 from coldsnap.artifact.extents import Coverage, Extent, ExtentMap, common_pieces, padded
-from coldsnap.artifact.hashing import available_cores
 from coldsnap.artifact.manifest import Blob, HibernateState, encode
 from coldsnap.artifact.pack import PackEntry, layout
 from coldsnap.artifact.store import Store, StoredPack

@@ -16,7 +16,7 @@ from typing import Self
 
 from attrs import frozen
 
-from coldsnap.artifact.hashing import in_threads
+from coldsnap.artifact.cores import in_threads
 from coldsnap.artifact.pack import PackEntry, layout
 from coldsnap.transfer.memory import PreservedMemory
 

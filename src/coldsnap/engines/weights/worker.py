@@ -194,7 +194,7 @@ class WorkerMemory:
         return write_generation(
             split,
             memory=self._memory,
-            store=Store(asked.store, at=self._at),
+            store=Store(asked.store, at=self._at, lanes=library),
             directory=Path(asked.directory),
             identity=asked.identity,
             discarded={tag: mapped_bytes(found) for tag, found in regions.items() if tag != WEIGHTS},
