@@ -11,7 +11,9 @@ import sys
 
 from coldsnap.drivers import n610
 from coldsnap.drivers.cuda import CudaHelper
+from coldsnap.drivers.devices import moves_to, needs_by_ordinal
 from coldsnap.engines.settings import inherited_environment
+from coldsnap.errors import DriverError
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.steps import CheckpointCuda, LockCuda, RestoreCuda, UnlockCuda
@@ -25,29 +27,62 @@ def prepare(session: Session) -> None:
         # It must find the driver, this library and cuda-bindings where this process found them.
         environment = inherited_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         session.cuda = CudaHelper.start(session.living, environment=environment)
+        if session.plan.operation == "restore":
+            session.cuda.measure_ahead()
 
 
 def lock(session: Session, step: LockCuda) -> Receipt:
     """Lock CUDA in every process that holds the driver open."""
     helper = session.need(session.cuda, "a CUDA helper")
-    pids = n610.prepare_dump(session.living).nvidia_pids
+    audit = n610.prepare_dump(session.living)
+    states = dict(zip(audit.nvidia_pids, helper.probe(audit.nvidia_pids), strict=True))
+    if lost := [pid for pid, state in states.items() if state is None and pid in audit.cuda_pids]:
+        raise DriverError(
+            f"the processes {', '.join(map(str, lost))} have loaded libcuda, but the driver knows nothing of them; "
+            "capture with the driver that the engine was started with",
+            command="cuda lock",
+        )
+    # What only asked NVML, of which the driver has no state, is left out; `checkpoint` sees whether it is in the way.
+    pids = [pid for pid, state in states.items() if state is not None]
     helper.lock(pids, timeout_s=step.timeout_s)
-    return Receipt(step=step.id, effective=f"{len(pids)} processes locked")
+    without = len(states) - len(pids)
+    reason = f"{without} hold devices open without CUDA" if without else ""
+    return Receipt(step=step.id, effective=f"{len(pids)} processes locked", reason=reason)
 
 
 def checkpoint(session: Session, step: CheckpointCuda) -> Receipt:
     """Move their device memory into host memory."""
     helper = session.need(session.cuda, "a CUDA helper")
     helper.checkpoint(timeout_s=step.timeout_s)
-    return Receipt(step=step.id, effective=f"{len(helper.pids)} processes checkpointed")
+    if still := n610.prepare_dump(session.living).nvidia_pids:
+        raise DriverError(
+            f"the processes {', '.join(map(str, still))} hold NVIDIA devices open after the checkpoint, and CRIU "
+            "cannot dump those: end what watches the GPU inside the engine (NVML)",
+            command="cuda checkpoint",
+        )
+    size = sum(device.needs_bytes for device in helper.held)
+    return Receipt(step=step.id, effective=f"{len(helper.pids)} processes checkpointed", bytes=size)
 
 
 def restore(session: Session, step: RestoreCuda) -> Receipt:
     """Move device memory back: of a thawed tree, or of one that serves on after its dump."""
     helper = session.need(session.cuda, "a CUDA helper")
-    pids = helper.pids if session.thawed is None else session.thawed.nvidia_pids
-    helper.restore(pids, timeout_s=step.timeout_s)
-    return Receipt(step=step.id, effective=f"{len(pids)} processes restored")
+    thawed = session.thawed
+    if thawed is None:
+        helper.restore(helper.pids, timeout_s=step.timeout_s)
+        return Receipt(step=step.id, effective=f"{len(helper.pids)} processes restored")
+    gpus = session.need(session.host, "the host's facts").gpus
+    placed = [gpu.uuid for ordinal in step.devices for gpu in gpus if gpu.index == ordinal]
+    present = {gpu.uuid for gpu in gpus}
+    moves = moves_to(thawed.devices, placed, present=present, chosen=step.chosen)
+    needs = needs_by_ordinal(thawed.devices, moves, helper.devices()) if thawed.devices else ()
+    helper.restore(thawed.nvidia_pids, timeout_s=step.timeout_s, needs_bytes=needs, moves=moves)
+    return Receipt(
+        step=step.id,
+        effective=f"{len(thawed.nvidia_pids)} processes restored",
+        reason=", ".join(f"{old} to {new}" for old, new in moves),
+        bytes=sum(needs),
+    )
 
 
 def unlock(session: Session, step: UnlockCuda) -> Receipt:

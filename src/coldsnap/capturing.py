@@ -289,9 +289,16 @@ def dump(session: Session, step: DumpTree) -> Receipt:
     keeper = session.living
     if step.leave == "stopped":
         keeper.undo(CONTINUE)
-    pids = () if session.cuda is None else session.cuda.pids
+    cuda = session.cuda
+    pids, devices = ((), ()) if cuda is None else (cuda.pids, cuda.held)
     session.dumped = dumped = n610.dump_tree(
-        keeper, step.criu, writer.directory(CAPSULE), leave=step.leave, timeout_s=step.timeout_s, nvidia_pids=pids
+        keeper,
+        step.criu,
+        writer.directory(CAPSULE),
+        leave=step.leave,
+        timeout_s=step.timeout_s,
+        nvidia_pids=pids,
+        devices=devices,
     )
     return Receipt(
         step=step.id,

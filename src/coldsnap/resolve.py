@@ -240,7 +240,12 @@ def _restore(resolved: ResolvedPolicy, operation: Restore, facts: Facts) -> Plan
         )
     require(f"the artifact {artifact.path} cannot be restored on {unit.host}", reasons)
     captured = descriptor.compatibility.units[0].devices
-    devices = _devices(unit, host, len(captured))
+    devices = unit.devices if captured and unit.devices else _devices(unit, host, len(captured))
+    if len(devices) != len(captured):
+        require(
+            f"the artifact {artifact.path} cannot be restored on {unit.host}",
+            [f"it was captured on {len(captured)} GPUs, the placement names {len(devices)}; name as many"],
+        )
     steps = [
         _admit_host(host, resolved["process.namespace"]),
         AdmitPlacement(id="admit-placement", address=unit.address, port=unit.port),
@@ -269,6 +274,7 @@ def _restore(resolved: ResolvedPolicy, operation: Restore, facts: Facts) -> Plan
             address=unit.address,
             port=unit.port,
             timeout_s=operation.thaw_timeout_s,
+            chosen=bool(unit.devices),
         ),
         Reconnect(id="reconnect", after=("thaw" if not devices else "unlock-cuda",), timeout_s=RECONNECT_TIMEOUT_S),
         AwaitReady(id="ready", after=("reconnect",), timeout_s=operation.answer_timeout_s),

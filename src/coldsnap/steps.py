@@ -288,11 +288,18 @@ class ThawTree(BaseStep):
 
 @frozen(kw_only=True)
 class RestoreCuda(BaseStep):
-    """Move CUDA state back to the devices, in every process that had some."""
+    """Move CUDA state back to the devices, in every process that had some.
+
+    Attributes:
+        devices: Ordinals of the devices to restore to.
+        timeout_s: Deadline, s.
+        chosen: Whether the placement names them; else the devices of the capture are taken where they are present.
+    """
 
     phase: ClassVar[Phase] = "THAW"
     devices: tuple[int, ...]
     timeout_s: float
+    chosen: bool = False
 
 
 @frozen(kw_only=True)

@@ -12,18 +12,26 @@ NEXT = {"lock": "locked", "checkpoint": "checkpointed", "restore": "locked", "un
 BEFORE = {"lock": "running", "checkpoint": "locked", "restore": "checkpointed", "unlock": "locked"}
 
 
+def uuid(number):
+    """Name a device."""
+    return f"GPU-{number:08x}-0000-0000-0000-000000000000"
+
+
 class FakeDriver:
     """The calls of ``CudaDriver``.
 
     Attributes:
         states: State by pid.
         calls: ``(op, pid)`` in order.
+        held: Bytes by pid that it has on each device until it is checkpointed.
+        moves: The devices to move to, one list for each restore.
         faults: ``(op, pid)`` → what happens instead: an exception, seconds to sleep, or a state to end in.
     """
 
-    def __init__(self, states, faults=None, free_bytes=(80 << 30,), log=None):
+    def __init__(self, states, faults=None, free_bytes=(80 << 30,), log=None, held=None):
         self.states, self.faults, self.free_bytes, self.log = dict(states), dict(faults or {}), free_bytes, log
-        self.calls = []
+        self.held = dict(held or {})
+        self.calls, self.moves = [], []
 
     def state(self, pid):
         if pid not in self.states:
@@ -31,7 +39,12 @@ class FakeDriver:
         return self.states[pid]
 
     def memory(self):
-        return [(free, 80 << 30) for free in self.free_bytes]
+        gone = [sizes for pid, sizes in self.held.items() if self.states.get(pid) == "checkpointed"]
+        freed = [sum(sizes[at] for sizes in gone) for at in range(len(self.free_bytes))]
+        return [(free + more, 80 << 30) for free, more in zip(self.free_bytes, freed, strict=True)]
+
+    def devices(self):
+        return [uuid(number) for number in range(len(self.free_bytes))]
 
     def lock(self, pid, timeout_ms):
         assert timeout_ms > 0
@@ -40,7 +53,8 @@ class FakeDriver:
     def checkpoint(self, pid):
         self._do("checkpoint", pid)
 
-    def restore(self, pid):
+    def restore(self, pid, moves=()):
+        self.moves.append(list(moves))
         self._do("restore", pid)
 
     def unlock(self, pid):
@@ -66,6 +80,10 @@ def open_driver():
     if reason := os.environ.get("FAKE_CUDA_ABSENT"):
         raise CudaFailure(reason)
     pids = map(int, os.environ["FAKE_CUDA_PIDS"].split())
+    states = dict.fromkeys(pids, os.environ.get("FAKE_CUDA_STATE", "running"))
     return FakeDriver(
-        dict.fromkeys(pids, os.environ.get("FAKE_CUDA_STATE", "running")), log=os.environ["FAKE_CUDA_LOG"]
+        states,
+        log=os.environ["FAKE_CUDA_LOG"],
+        free_bytes=(5 << 30, 6 << 30),
+        held=dict.fromkeys(states, (1 << 30, 0)),
     )

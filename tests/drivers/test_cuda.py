@@ -1,5 +1,6 @@
 """CUDA through the helper: order, deadlines, state checks and rollback, with a driver that has no device."""
 
+import json
 import os
 import socket
 import subprocess
@@ -9,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_cuda import FakeDriver
+from fake_cuda import FakeDriver, uuid
 
-from coldsnap.drivers.cuda import CudaHelper
-from coldsnap.drivers.cuda_driver import CudaFailure
+from coldsnap.drivers.cuda import CONTEXT_BYTES, CudaHelper
+from coldsnap.drivers.cuda_driver import CudaFailure, restore_arguments
 from coldsnap.drivers.cuda_helper import serve
-from coldsnap.errors import DriverError, StepTimeout
+from coldsnap.drivers.devices import moves_to, needs_by_ordinal
+from coldsnap.drivers.tree_record import TREE, HeldDevice, TreeRecord, read_tree_record, write_tree_record
+from coldsnap.errors import DriverError, FormatError, StepTimeout
 
 A = B = C = 0  # pids of processes that exist: a rollback continues them
 SLEEPERS = []
@@ -167,6 +170,163 @@ def test_a_device_without_enough_free_memory_is_refused_before_anything_moves(st
         helper.restore([A], timeout_s=5, needs_bytes=(0, 0, 1))
     assert driver.calls == []
     helper.restore([A], timeout_s=5, needs_bytes=(1 << 30, 5 << 30))
+
+
+def test_what_a_device_must_have_free_is_seen_when_its_processes_let_go_of_it(start):
+    held = {A: (3 << 30, 0, 1 << 20), B: (1 << 30, 0, 0)}
+    helper = start(running(free_bytes=(5 << 30, 6 << 30, 7 << 30), held=held))
+
+    helper.lock([B, A], timeout_s=5)
+    helper.checkpoint(timeout_s=5)
+
+    assert helper.held == (HeldDevice(uuid=uuid(0), needs_bytes=4 << 30),)
+
+
+def test_free_memory_that_was_measured_ahead_is_what_a_restore_goes_by(start):
+    driver = FakeDriver({A: "checkpointed"}, free_bytes=(5 << 30,))
+    helper = start(driver)
+    helper.measure_ahead()
+    helper.devices()
+    driver.free_bytes = (1 << 30,)
+
+    helper.restore([A], timeout_s=5, needs_bytes=(4 << 30,))
+
+    assert driver.states[A] == "locked"
+
+
+def test_what_a_context_of_the_helper_takes_while_it_looks_is_not_held_against_a_restore(start):
+    helper = start(FakeDriver({A: "checkpointed"}, free_bytes=(5 << 30,)))
+    with pytest.raises(DriverError, match="device 0 has"):
+        helper.restore([A], timeout_s=5, needs_bytes=((5 << 30) + CONTEXT_BYTES + 1,))
+
+    helper.restore([A], timeout_s=5, needs_bytes=((5 << 30) + CONTEXT_BYTES,))
+
+
+def test_a_restore_to_another_device_names_both_to_the_driver(start):
+    driver = FakeDriver({A: "checkpointed", B: "checkpointed"})
+    helper = start(driver)
+
+    helper.restore([B, A], timeout_s=5, moves=((uuid(0), uuid(1)),))
+
+    assert driver.moves == [[(uuid(0), uuid(1))]] * 2
+
+
+def test_a_rollback_of_a_restore_goes_to_the_same_devices(start):
+    driver = FakeDriver(
+        {A: "checkpointed", B: "checkpointed"},
+        faults={("restore", A): CudaFailure("cuCheckpointProcessRestore: out of memory (2)", status=2)},
+    )
+    helper = start(driver)
+
+    with pytest.raises(DriverError, match="out of memory"):
+        helper.restore([B, A], timeout_s=5, moves=((uuid(0), uuid(1)),))
+
+    assert set(driver.states.values()) == {"running"}
+    assert driver.moves == [[(uuid(0), uuid(1))]] * 3
+
+
+def test_a_process_of_which_the_driver_knows_nothing_is_told_apart_from_one_that_runs(start):
+    helper = start(FakeDriver({A: "running"}))
+
+    assert helper.probe([A, B]) == ("running", None)
+
+
+def test_the_bindings_get_both_uuids_of_every_move_byte_by_byte():
+    from cuda.bindings import driver as api
+
+    old, new = "GPU-00112233-4455-6677-8899-aabbccddeeff", "GPU-ffeeddcc-bbaa-9988-7766-554433221100"
+
+    arguments = restore_arguments(api, [(old, new), (new, old)])
+
+    pairs = [(bytes(pair.oldUuid.bytes).hex(), bytes(pair.newUuid.bytes).hex()) for pair in arguments.gpuPairs]
+    assert pairs == [
+        ("00112233445566778899aabbccddeeff", "ffeeddccbbaa99887766554433221100"),
+        ("ffeeddccbbaa99887766554433221100", "00112233445566778899aabbccddeeff"),
+    ]
+    assert arguments.gpuPairsCount == 2
+    assert restore_arguments(api, ()) is None
+
+
+HELD = (HeldDevice(uuid=uuid(0), needs_bytes=4), HeldDevice(uuid=uuid(1), needs_bytes=6))
+
+
+@pytest.mark.parametrize(
+    ("placed", "present", "chosen", "moves"),
+    [
+        ((0, 1), (0, 1), False, ()),  # where it was
+        ((0, 1), (0, 1), True, ()),
+        ((2, 3), (0, 1, 2, 3), False, ()),  # nobody chose: where it was
+        ((2, 3), (0, 1, 2, 3), True, ((0, 2), (1, 3))),
+        ((1, 0), (0, 1), True, ((0, 1), (1, 0))),
+        ((8, 9), (8, 9), False, ((0, 8), (1, 9))),  # another machine
+        ((8, 1), (1, 8), False, ((0, 8), (1, 1))),  # every device, also the one that stays
+    ],
+)
+def test_devices_take_the_place_of_those_of_the_capture_where_somebody_chose_them_or_those_are_not_there(
+    placed, present, chosen, moves
+):
+    found = moves_to(HELD, list(map(uuid, placed)), present=set(map(uuid, present)), chosen=chosen)
+
+    assert found == tuple((uuid(old), uuid(new)) for old, new in moves)
+
+
+def test_fewer_devices_than_the_capture_had_memory_on_are_refused():
+    with pytest.raises(DriverError, match=r"memory on 2 devices .*, 1 are placed: name as many in placement.devices"):
+        moves_to(HELD, [uuid(2)], present={uuid(2)}, chosen=True)
+
+
+def test_needs_are_counted_for_the_devices_that_are_restored_to_in_the_order_of_the_driver():
+    devices = [uuid(number) for number in range(4)]
+
+    assert needs_by_ordinal(HELD, (), devices) == (4, 6, 0, 0)
+    assert needs_by_ordinal(HELD, ((uuid(0), uuid(3)), (uuid(1), uuid(2))), devices) == (0, 0, 6, 4)
+    with pytest.raises(DriverError, match=f"the device {uuid(1)} is not visible to the CUDA helper"):
+        needs_by_ordinal(HELD, (), [uuid(0)])
+
+
+class TestRecord:
+    """The devices of a capture in ``tree.json``."""
+
+    @pytest.fixture
+    def capsule_fd(self, tmp_path):
+        fd = os.open(tmp_path, os.O_DIRECTORY | os.O_RDONLY)
+        yield fd
+        os.close(fd)
+
+    def test_devices_are_read_as_written(self, capsule_fd):
+        record = TreeRecord(nvidia_pids=(7,), image_bytes={"a.img": 1}, devices=HELD)
+        write_tree_record(capsule_fd, record)
+
+        assert read_tree_record(capsule_fd) == record
+
+    def test_a_record_without_devices_is_one_of_before(self, capsule_fd, tmp_path):
+        record = TreeRecord(nvidia_pids=(), image_bytes={})
+        write_tree_record(capsule_fd, record)
+
+        assert json.loads((tmp_path / TREE).read_text()) == {"format": 1, "nvidia_pids": [], "image_bytes": {}}
+        assert read_tree_record(capsule_fd) == record
+
+    @pytest.mark.parametrize(
+        "devices",
+        [
+            {},
+            [7],
+            [{"uuid": uuid(0)}],
+            [{"uuid": "0", "needs_bytes": 1}],
+            [{"uuid": uuid(0), "needs_bytes": -1}],
+            [{"uuid": uuid(0), "needs_bytes": True}],
+            [{"uuid": uuid(0), "needs_bytes": 1}] * 2,
+        ],
+    )
+    def test_strange_devices_are_refused_with_their_rule(self, capsule_fd, tmp_path, devices):
+        (tmp_path / TREE).touch(mode=0o600)
+        document = {"format": 1, "nvidia_pids": [], "image_bytes": {}, "devices": devices}
+        (tmp_path / TREE).write_text(json.dumps(document))
+
+        with pytest.raises(FormatError) as refused:
+            read_tree_record(capsule_fd)
+
+        assert refused.value.rule == "tree.3"
 
 
 def test_dead_processes_need_no_rollback_and_living_ones_that_cannot_be_helped_are_named():

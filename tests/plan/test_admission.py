@@ -131,15 +131,13 @@ def test_a_gpu_that_is_not_there_is_refused(planned):
         planned(Capture(fleet.engine(), output=fleet.OUTPUT, placement=placed), fleet.gpu_host(count=2))
 
 
-@pytest.mark.parametrize("made", [fleet.Launch, fleet.Capture, fleet.Restore])
-def test_gpus_are_not_chosen_by_a_placement_yet_and_that_is_said(planned, made):
+@pytest.mark.parametrize("made", [fleet.Launch, fleet.Capture])
+def test_gpus_of_a_launch_are_not_chosen_by_a_placement_and_that_is_said(planned, made):
     placed = Placement(units=(UnitPlacement(devices=(1,), port=8000),))
-    two = fleet.gpu_host(count=2)
-    subject = fleet.captured_on(GPU) if made is fleet.Restore else fleet.engine()
     output = {"output": fleet.OUTPUT} if made is fleet.Capture else {}
 
     with pytest.raises(UnsupportedError) as refusal:
-        planned(made(subject, placement=placed, **output), two)
+        planned(made(fleet.engine(), placement=placed, **output), fleet.gpu_host(count=2))
 
     assert refusal.value.field == "placement.devices"
 
@@ -305,6 +303,22 @@ def test_an_artifact_of_one_gpu_takes_one_of_many(planned):
     plan = planned(fleet.restore(fleet.captured_on(GPU)), fleet.gpu_host(count=8))
 
     assert plan["restore-cuda"].devices == (0,)
+
+
+def test_a_restore_takes_the_gpus_that_its_placement_names(planned):
+    placement = fleet.local(port=8001, devices=(5,))
+
+    plan = planned(fleet.restore(fleet.captured_on(GPU), placement=placement), fleet.gpu_host(count=8))
+
+    assert (plan["restore-cuda"].devices, plan["restore-cuda"].chosen) == ((5,), True)
+    assert not planned(fleet.restore(fleet.captured_on(GPU)), fleet.gpu_host(count=8))["restore-cuda"].chosen
+
+
+def test_a_restore_to_more_gpus_than_it_was_captured_on_is_refused(planned):
+    placement = fleet.local(port=8001, devices=(1, 5))
+
+    with pytest.raises(AdmissionError, match="captured on 1 GPUs, the placement names 2; name as many"):
+        planned(fleet.restore(fleet.captured_on(GPU), placement=placement), fleet.gpu_host(count=8))
 
 
 def test_every_mismatch_of_an_artifact_is_named_at_once(planned):

@@ -15,7 +15,7 @@ from attrs import frozen
 from coldsnap.drivers.base import Process, TreeKeeper
 from coldsnap.drivers.file_findings import file_findings, file_sizes, growing, pipe_findings
 from coldsnap.drivers.findings import Finding, Severity
-from coldsnap.drivers.gpu_findings import gpu_findings, holds_driver
+from coldsnap.drivers.gpu_findings import gpu_findings, holds_driver, loads_cuda
 from coldsnap.drivers.process_findings import process_findings
 from coldsnap.drivers.socket_findings import held_sockets, kind_findings, tcp_findings, unix_findings
 from coldsnap.drivers.sockets import TcpSocket, read_tcp
@@ -37,12 +37,14 @@ class Audit:
     Attributes:
         pids: Every process of the tree, the root first.
         nvidia_pids: Those that hold the NVIDIA driver open, children before their parents.
+        cuda_pids: Those that have the CUDA driver's library in memory.
         listeners: TCP sockets that accept connections.
         findings: All that would block or spoil a capture, or is worth a note.
     """
 
     pids: tuple[int, ...]
     nvidia_pids: tuple[int, ...]
+    cuda_pids: tuple[int, ...]
     listeners: tuple[TcpSocket, ...]
     findings: tuple[Finding, ...]
 
@@ -138,6 +140,7 @@ def look(processes: Sequence[Process], proc_fd: int, *, secrets: Severity, own: 
     return Audit(
         pids=pids,
         nvidia_pids=tuple(pid for pid in _children_first(subjects) if pid in holders),
+        cuda_pids=tuple(subject.process.pid for subject in subjects if loads_cuda(subject)),
         listeners=tuple(found for found in sockets if found.listening and found.inode in ours),
         findings=tuple(findings),
     )

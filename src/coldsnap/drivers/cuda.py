@@ -18,7 +18,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from coldsnap.drivers.base import Spawner, end_process
+from coldsnap.drivers.cuda_driver import Moves
 from coldsnap.drivers.cuda_helper import REQUEST_BYTES
+from coldsnap.drivers.tree_record import HeldDevice
 from coldsnap.errors import DriverError, EngineError, StepTimeout
 
 __all__ = ["CudaHelper"]
@@ -27,8 +29,25 @@ SOCKET_FD = 3
 START_S = 60.0
 QUESTION_S = 30.0
 CLOSE_S = 60.0
+NOTHING_BYTES = 16 << 20
+"""Less than this is what other processes did in the meantime: a context alone takes hundreds of MiB."""
+
+CONTEXT_BYTES = 1 << 29
+"""What a context of the helper's own takes while it looks at free memory, and the restore will find free."""
+
 MARGIN_S = 5.0
 """The helper notices its own deadline first and says which process was slow; this is for one that hangs, s."""
+
+
+def _require_free(memory: Sequence[tuple[int, int]], needs_bytes: Sequence[int]) -> None:
+    for ordinal, needed in enumerate(needs_bytes):
+        free = memory[ordinal][0] if ordinal < len(memory) else 0
+        if needed > free + (CONTEXT_BYTES if free else 0):
+            raise DriverError(
+                f"device {ordinal} has {free} bytes free, the captured processes need {needed}: end what else uses it, "
+                "or choose another device",
+                command="cuda restore",
+            )
 
 
 class CudaHelper:
@@ -36,13 +55,16 @@ class CudaHelper:
 
     Attributes:
         pids: The processes of the last ``lock`` or ``restore``, children first.
+        held: What the last ``checkpoint`` let go of, device by device.
         margin_s: How much longer than the deadline of a step its answer is waited for, s.
     """
 
     def __init__(self, spawner: Spawner, connection: socket.socket, pid: int) -> None:
         self._spawner, self._connection, self._pid = spawner, connection, pid
-        self._ready = False
+        self._ready, self._ahead = False, False
+        self._measured: tuple[tuple[int, int], ...] | None = None
         self.pids: tuple[int, ...] = ()
+        self.held: tuple[HeldDevice, ...] = ()
         self.margin_s = MARGIN_S
 
     @classmethod
@@ -96,24 +118,32 @@ class CudaHelper:
         return self._step("lock", timeout_s)
 
     def checkpoint(self, *, timeout_s: float) -> float:
-        """Move the device memory of every locked process to host memory; see :meth:`lock`."""
-        return self._step("checkpoint", timeout_s)
+        """Move the device memory of every locked process to host memory, and see how much it was; see :meth:`lock`."""
+        before = self.memory()
+        seconds = self._step("checkpoint", timeout_s)
+        freed = (max(0, after - free) for (free, _), (after, _) in zip(before, self.memory(), strict=True))
+        pairs = zip(self.devices(), freed, strict=True)
+        self.held = tuple(HeldDevice(uuid=uuid, needs_bytes=size) for uuid, size in pairs if size >= NOTHING_BYTES)
+        return seconds
 
-    def restore(self, pids: Sequence[int], *, timeout_s: float, needs_bytes: Sequence[int] = ()) -> float:
+    def restore(
+        self, pids: Sequence[int], *, timeout_s: float, needs_bytes: Sequence[int] = (), moves: Moves = ()
+    ) -> float:
         """Move memory back to the devices; see :meth:`lock`.
 
         Args:
             pids: Children first.
             timeout_s: For all of them, s.
             needs_bytes: What the processes need of each device; checked before anything is moved.
+            moves: UUID of a device of the capture → of the one to take instead; none, or one for every device.
 
         Raises:
             DriverError: A device has less free, or a process refused.
         """
         self.pids = tuple(pids)
-        for ordinal, needed in enumerate(needs_bytes):
-            self._require_free(ordinal, needed)
-        return self._step("restore", timeout_s)
+        if any(needs_bytes):
+            _require_free(self._known_memory(), needs_bytes)
+        return self._step("restore", timeout_s, moves=moves)
 
     def unlock(self, *, timeout_s: float) -> float:
         """Let every restored process call CUDA again; see :meth:`lock`. Nothing is left to undo then."""
@@ -128,6 +158,22 @@ class CudaHelper:
     def states(self, pids: Sequence[int]) -> tuple[str, ...]:
         """Return running, locked, checkpointed or failed for each process."""
         return tuple(self._ask({"op": "state", "pids": list(pids)}, QUESTION_S)["states"])
+
+    def probe(self, pids: Sequence[int]) -> tuple[str | None, ...]:
+        """Return what :meth:`states` does, None for a process of which the driver knows nothing."""
+        return tuple(self._ask({"op": "probe", "pids": list(pids)}, QUESTION_S)["states"])
+
+    def devices(self) -> tuple[str, ...]:
+        """Return the UUID of each device, in the order of :meth:`memory`."""
+        return tuple(self._ask({"op": "devices"}, QUESTION_S)["devices"])
+
+    def measure_ahead(self) -> None:
+        """Let the helper see what is free as soon as it can, without waiting for it: a restore then knows already."""
+        try:
+            self._connection.send(json.dumps({"op": "memory"}).encode())
+            self._ahead = True
+        except OSError:
+            self._ahead = False  # it has ended; the next question tells why
 
     def memory(self) -> tuple[tuple[int, int], ...]:
         """Return free and total bytes of each device."""
@@ -152,29 +198,30 @@ class CudaHelper:
     ) -> None:
         self.close()
 
-    def _require_free(self, ordinal: int, needed: int) -> None:
-        memory = self.memory()
-        free = memory[ordinal][0] if ordinal < len(memory) else 0
-        if free < needed:
-            raise DriverError(
-                f"device {ordinal} has {free} bytes free, the captured processes need {needed}: end what else uses it, "
-                "or choose another device",
-                command="cuda restore",
-            )
+    def _known_memory(self) -> tuple[tuple[int, int], ...]:
+        self._await_start()
+        return self._measured or self.memory()
 
-    def _step(self, op: str, timeout_s: float) -> float:
+    def _step(self, op: str, timeout_s: float, *, moves: Moves = ()) -> float:
         began = time.monotonic()
+        request = {"op": op, "pids": self.pids, "timeout_ms": int(timeout_s * 1000), "moves": list(moves)}
         try:
-            self._ask({"op": op, "pids": self.pids, "timeout_ms": int(timeout_s * 1000)}, timeout_s + self.margin_s)
+            self._ask(request, timeout_s + self.margin_s)
         except BaseException:
             self.close()  # its socket closed, it brings every process back
             raise
         return time.monotonic() - began
 
-    def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _await_start(self) -> None:
         if not self._ready:
             self._receive("start", START_S)
             self._ready = True
+        if self._ahead:
+            self._ahead = False
+            self._measured = tuple((free, total) for free, total in self._receive("memory", QUESTION_S)["memory"])
+
+    def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        self._await_start()
         try:
             self._connection.send(json.dumps(request).encode())
         except OSError as error:

@@ -6,13 +6,31 @@ gigabyte of the very device whose memory is to be restored.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = ["CHECKPOINTED", "FAILED", "LOCKED", "RUNNING", "CudaDriver", "CudaFailure", "open_driver"]
+__all__ = [
+    "CHECKPOINTED",
+    "FAILED",
+    "LOCKED",
+    "RUNNING",
+    "CudaDriver",
+    "CudaFailure",
+    "Moves",
+    "open_driver",
+    "restore_arguments",
+]
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 _STATES = (RUNNING, LOCKED, CHECKPOINTED, FAILED)  # CUprocessState, in the order of its values
+
+
+Moves = Sequence[tuple[str, str]]
+"""UUID of a device before → of the one to take instead."""
+
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+UUID_BYTES = 16
 
 
 class CudaFailure(Exception):
@@ -45,8 +63,13 @@ class CudaDriver(Protocol):
         """Turn locked into checkpointed: move device memory to host memory and let go of the devices."""
         ...
 
-    def restore(self, pid: int) -> None:
-        """Turn checkpointed into locked: take the devices and move memory back."""
+    def restore(self, pid: int, moves: Moves = ()) -> None:
+        """Turn checkpointed into locked: take the devices and move memory back.
+
+        Args:
+            pid: The process.
+            moves: UUID of a device before → of the one to take instead; none, or one for every device it had.
+        """
         ...
 
     def unlock(self, pid: int) -> None:
@@ -55,6 +78,10 @@ class CudaDriver(Protocol):
 
     def memory(self) -> Sequence[tuple[int, int]]:
         """Return free and total bytes of each device."""
+        ...
+
+    def devices(self) -> Sequence[str]:
+        """Return the UUID of each device, in the same order: ``GPU-`` and 36 characters."""
         ...
 
 
@@ -88,9 +115,9 @@ class _Bindings:
         """See :class:`CudaDriver`."""
         self._call("cuCheckpointProcessCheckpoint", pid, None)
 
-    def restore(self, pid: int) -> None:
+    def restore(self, pid: int, moves: Moves = ()) -> None:
         """See :class:`CudaDriver`."""
-        self._call("cuCheckpointProcessRestore", pid, None)
+        self._call("cuCheckpointProcessRestore", pid, restore_arguments(self._api, moves))
 
     def unlock(self, pid: int) -> None:
         """See :class:`CudaDriver`."""
@@ -99,17 +126,63 @@ class _Bindings:
     def memory(self) -> Sequence[tuple[int, int]]:
         """See :class:`CudaDriver`. Free memory is known to a context only: each lives for this one question."""
         found = []
-        for ordinal in range(int(self._call("cuDeviceGetCount"))):
-            device = self._call("cuDeviceGet", ordinal)
-            context = self._call("cuDevicePrimaryCtxRetain", device)
+        for device in self._devices():
             try:
-                self._call("cuCtxPushCurrent", context)
-                free, total = self._call("cuMemGetInfo")
-                self._call("cuCtxPopCurrent")
-            finally:
-                self._call("cuDevicePrimaryCtxRelease", device)
-            found.append((int(free), int(total)))
+                found.append(self._memory_of(device))
+            except CudaFailure as failure:
+                if failure.status != OUT_OF_MEMORY:
+                    raise
+                found.append((0, int(self._call("cuDeviceTotalMem", device))))
         return found
+
+    def devices(self) -> Sequence[str]:
+        """See :class:`CudaDriver`."""
+        return [_text(bytes(self._call("cuDeviceGetUuid", device).bytes)) for device in self._devices()]
+
+    def _devices(self) -> list[Any]:
+        return [self._call("cuDeviceGet", ordinal) for ordinal in range(int(self._call("cuDeviceGetCount")))]
+
+    def _memory_of(self, device: Any) -> tuple[int, int]:
+        context = self._call("cuDevicePrimaryCtxRetain", device)
+        try:
+            self._call("cuCtxPushCurrent", context)
+            free, total = self._call("cuMemGetInfo")
+            self._call("cuCtxPopCurrent")
+        finally:
+            self._call("cuDevicePrimaryCtxRelease", device)
+        return int(free), int(total)
+
+
+def _text(uuid: bytes) -> str:
+    """Write a UUID as NVIDIA's tools do."""
+    digits = uuid.hex()
+    return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+def restore_arguments(api: Any, moves: Moves) -> Any:
+    """Return ``CUcheckpointRestoreArgs`` for moves to other devices; ``None`` without any.
+
+    Args:
+        api: The module ``cuda.bindings.driver``.
+        moves: As for :meth:`CudaDriver.restore`.
+    """
+    if not moves:
+        return None
+    pairs = []
+    for old, new in moves:
+        pair = api.CUcheckpointGpuPair()
+        pair.oldUuid, pair.newUuid = _uuid(api, old), _uuid(api, new)
+        pairs.append(pair)
+    arguments = api.CUcheckpointRestoreArgs()
+    arguments.gpuPairs, arguments.gpuPairsCount = pairs, len(pairs)
+    return arguments
+
+
+def _uuid(api: Any, text: str) -> Any:
+    # The bindings let a UUID be read only, since a driver makes them; one of another machine has to be written.
+    uuid = api.CUuuid()
+    ctypes.memmove(uuid.getPtr(), bytes.fromhex(text.removeprefix("GPU-").replace("-", "")), UUID_BYTES)
+    return uuid
 
 
 def open_driver() -> CudaDriver:

@@ -24,20 +24,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from coldsnap.drivers.cuda_driver import CHECKPOINTED, LOCKED, RUNNING, CudaDriver, CudaFailure
+from coldsnap.drivers.cuda_driver import CHECKPOINTED, LOCKED, RUNNING, CudaDriver, CudaFailure, Moves
 
 __all__ = ["main", "serve"]
 
 REQUEST_BYTES = 64 << 10
 
-Step = Callable[[CudaDriver, int, int], None]
+Step = Callable[[CudaDriver, int, int, Moves], None]
 
 # The state a process must be in, the call, and the state it must be in afterwards.
 STEPS: Mapping[str, tuple[str, Step, str]] = {
-    "lock": (RUNNING, lambda driver, pid, timeout_ms: driver.lock(pid, timeout_ms), LOCKED),
-    "checkpoint": (LOCKED, lambda driver, pid, _: driver.checkpoint(pid), CHECKPOINTED),
-    "restore": (CHECKPOINTED, lambda driver, pid, _: driver.restore(pid), LOCKED),
-    "unlock": (LOCKED, lambda driver, pid, _: driver.unlock(pid), RUNNING),
+    "lock": (RUNNING, lambda driver, pid, timeout_ms, _: driver.lock(pid, timeout_ms), LOCKED),
+    "checkpoint": (LOCKED, lambda driver, pid, *_: driver.checkpoint(pid), CHECKPOINTED),
+    "restore": (CHECKPOINTED, lambda driver, pid, _, moves: driver.restore(pid, moves), LOCKED),
+    "unlock": (LOCKED, lambda driver, pid, *_: driver.unlock(pid), RUNNING),
 }
 
 
@@ -45,17 +45,23 @@ class _Server:
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._touched: list[int] = []
+        self._moves: Moves = ()
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what one request asks."""
         op, pids = request["op"], request.get("pids", [])
         if op in STEPS:
+            self._moves = [(old, new) for old, new in request.get("moves", ())]
             seconds = self._step(op, pids, time.monotonic() + request["timeout_ms"] / 1000)
             return {"ok": True, "seconds": seconds}
         if op == "state":
             return {"ok": True, "states": [self._driver.state(pid) for pid in pids]}
         if op == "memory":
             return {"ok": True, "memory": [list(pair) for pair in self._driver.memory()]}
+        if op == "devices":
+            return {"ok": True, "devices": list(self._driver.devices())}
+        if op == "probe":
+            return {"ok": True, "states": [self._probe(pid) for pid in pids]}
         if op == "release":  # the processes are the caller's again, or dead: nothing is left to undo
             self._touched.clear()
             return {"ok": True}
@@ -73,10 +79,17 @@ class _Server:
             if pid not in self._touched:
                 self._touched.append(pid)
             began = time.monotonic()
-            call(self._driver, pid, left_ms)
+            call(self._driver, pid, left_ms, self._moves)
             self._require(op, pid, after, done=True)
             seconds.append(time.monotonic() - began)
         return seconds
+
+    def _probe(self, pid: int) -> str | None:
+        """Return a process's state; None for one of which the driver knows nothing."""
+        try:
+            return self._driver.state(pid)
+        except CudaFailure:
+            return None
 
     def _require(self, op: str, pid: int, expected: str, *, done: bool = False) -> None:
         found = self._driver.state(pid)
@@ -100,7 +113,7 @@ class _Server:
         if (state := self._driver.state(pid)) == CHECKPOINTED:
             # Restoring is work that a thread of the process itself does: one that a dump left stopped must run first.
             os.kill(pid, signal.SIGCONT)
-            self._driver.restore(pid)
+            self._driver.restore(pid, self._moves)
             state = self._driver.state(pid)
         if state == LOCKED:
             self._driver.unlock(pid)

@@ -23,7 +23,7 @@ from coldsnap.drivers.base import TreeKeeper
 from coldsnap.drivers.criu import Criu
 from coldsnap.drivers.images import DumpStats, FilesImage, read_pids, read_stats
 from coldsnap.drivers.sockets import TcpSocket
-from coldsnap.drivers.tree_record import TreeRecord, write_tree_record
+from coldsnap.drivers.tree_record import HeldDevice, TreeRecord, write_tree_record
 from coldsnap.drivers.volatile import ROOT, save_volatile
 from coldsnap.drivers.volatile_index import VolatileFiles
 from coldsnap.errors import ColdSnapError, DriverError
@@ -142,9 +142,11 @@ def _running_unless_dumped(keeper: TreeKeeper) -> Iterator[None]:
         raise
 
 
-def _record(capsule_fd: int, images_fd: int, nvidia_pids: tuple[int, ...]) -> TreeRecord:
+def _record(
+    capsule_fd: int, images_fd: int, nvidia_pids: tuple[int, ...], devices: tuple[HeldDevice, ...]
+) -> TreeRecord:
     sizes = {name: os.stat(name, dir_fd=images_fd).st_size for name in sorted(os.listdir(images_fd))}
-    record = TreeRecord(nvidia_pids=nvidia_pids, image_bytes=sizes)
+    record = TreeRecord(nvidia_pids=nvidia_pids, image_bytes=sizes, devices=devices)
     write_tree_record(capsule_fd, record)
     return record
 
@@ -157,6 +159,7 @@ def dump_tree(
     leave: Literal["stopped", "running"],
     timeout_s: float,
     nvidia_pids: tuple[int, ...] = (),
+    devices: tuple[HeldDevice, ...] = (),
 ) -> DumpedTree:
     """Write the image of a tree, and its volatile files, into a capsule.
 
@@ -168,6 +171,7 @@ def dump_tree(
         leave: What becomes of the tree afterwards.
         timeout_s: Deadline, s.
         nvidia_pids: Processes whose device state was checkpointed before, children first.
+        devices: Where that state was.
 
     Returns:
         What was dumped.
@@ -198,7 +202,7 @@ def dump_tree(
             pids=read_pids(images_fd),
             nvidia_pids=nvidia_pids,
             listeners=tuple(each for each in FilesImage.read(images_fd).tcp_sockets() if each.listening),
-            image_bytes=sum(_record(capsule_fd, images_fd, nvidia_pids).image_bytes.values()),
+            image_bytes=sum(_record(capsule_fd, images_fd, nvidia_pids, devices).image_bytes.values()),
             volatile=frozen.saved,
             criu_version=Criu(criu).version(),
             dump_s=dump_s,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from coldsnap.drivers.findings import Finding
 from coldsnap.drivers.subject import Subject
 
-__all__ = ["gpu_findings", "holds_driver"]
+__all__ = ["gpu_findings", "holds_driver", "loads_cuda"]
 
 _NVIDIA = "/dev/nvidia"
 _DEVICE = re.compile(r"/dev/nvidia\d+")
@@ -25,6 +25,11 @@ _COPIED = re.compile(r"^Anonymous:\s+(\d+) kB")
 def holds_driver(subject: Subject) -> bool:
     """Say whether a process holds a device of the NVIDIA driver open."""
     return any(link.startswith(_NVIDIA) for link in subject.links.values())
+
+
+def loads_cuda(subject: Subject) -> bool:
+    """Say whether a process has the library of the CUDA driver in memory; one that only asks NVML has not."""
+    return any(posixpath.basename(each.path).startswith("libcuda.so") for each in subject.mapped)
 
 
 def gpu_findings(subjects: Iterable[Subject]) -> Iterator[Finding]:

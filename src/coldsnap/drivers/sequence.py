@@ -70,6 +70,7 @@ def restore_steps(
     address: str,
     port: int,
     timeout_s: float,
+    chosen: bool = False,
 ) -> tuple[Step, ...]:
     """Return the steps from a keeper to a running tree; the last is ``thaw``, or ``unlock-cuda`` with devices."""
     steps: tuple[Step, ...] = (
@@ -78,7 +79,7 @@ def restore_steps(
     )
     if devices:
         steps += (
-            RestoreCuda(id="restore-cuda", after=("thaw",), devices=devices, timeout_s=timeout_s),
+            RestoreCuda(id="restore-cuda", after=("thaw",), devices=devices, timeout_s=timeout_s, chosen=chosen),
             UnlockCuda(id="unlock-cuda", after=("restore-cuda",), timeout_s=CUDA_TIMEOUT_S),
         )
     return steps

@@ -20,7 +20,7 @@ from coldsnap.drivers.dump import IMAGES, opened_directory
 from coldsnap.drivers.images import FilesImage, read_claims, read_pids
 from coldsnap.drivers.rebind import PortMap, Rebind, Reservation, choose_ports, move_ports
 from coldsnap.drivers.sockets import TcpSocket, read_tcp
-from coldsnap.drivers.tree_record import TreeRecord, read_tree_record
+from coldsnap.drivers.tree_record import HeldDevice, TreeRecord, read_tree_record
 from coldsnap.drivers.volatile import put_back, remove_volatile
 from coldsnap.drivers.volatile_index import VolatileFiles, read_index
 from coldsnap.errors import AdmissionError
@@ -75,6 +75,7 @@ class ThawedTree:
         pids: Every process, the root first.
         listeners: Where it listens.
         nvidia_pids: Processes whose device state is to be restored, children first.
+        devices: Where that state was at capture.
         image_bytes: Size of CRIU's files.
         thaw_s: From the request to CRIU's answer, s.
         wait_s: How long captured pids were waited for, s.
@@ -85,6 +86,7 @@ class ThawedTree:
     pids: tuple[int, ...]
     listeners: tuple[TcpSocket, ...]
     nvidia_pids: tuple[int, ...]
+    devices: tuple[HeldDevice, ...]
     image_bytes: int
     thaw_s: float
     wait_s: float
@@ -263,6 +265,7 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
         pids=captured,
         listeners=staged.listeners,
         nvidia_pids=staged.record.nvidia_pids,
+        devices=staged.record.devices,
         image_bytes=sum(staged.record.image_bytes.values()),
         thaw_s=thawed - waited,
         wait_s=waited - began,
