@@ -104,7 +104,8 @@ def test_pure_parts_import_no_engine(name):
 
 
 def test_only_named_modules_read_the_environment():
-    allowed = {"engines/settings.py"}
+    # What the CUDA driver lists depends on the environment, so a listing that was kept does too.
+    allowed = {"engines/settings.py", "host/gpus.py"}
 
     offenders = {
         str(path.relative_to(PACKAGE))

@@ -84,6 +84,12 @@ def main():
     if options.get("fill_shm_mib"):
         held.append(shared_memory.SharedMemory(create=True, size=options["fill_shm_mib"] << 20))
         held[-1].buf[:] = bytes([9]) * len(held[-1].buf)
+    if options.get("nvidia"):
+        held.append(os.open(options["nvidia"], os.O_RDWR))
+    if options.get("library"):
+        import ctypes
+
+        held.append(ctypes.CDLL(options["library"]))
     if options.get("pty"):
         held.append(os.openpty())
 

@@ -2,22 +2,30 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from attrs import evolve
+from drivers_lab import ask
 from fake_cuda import FakeDriver, uuid
 
+from coldsnap import accelerating
 from coldsnap.drivers.cuda import CONTEXT_BYTES, CudaHelper
 from coldsnap.drivers.cuda_driver import CudaFailure, restore_arguments
 from coldsnap.drivers.cuda_helper import serve
 from coldsnap.drivers.devices import moves_to, needs_by_ordinal
 from coldsnap.drivers.tree_record import TREE, HeldDevice, TreeRecord, read_tree_record, write_tree_record
 from coldsnap.errors import DriverError, FormatError, StepTimeout
+from coldsnap.host.facts import GpuFacts
+from coldsnap.session import Session
+from coldsnap.steps import CheckpointCuda, LockCuda, RestoreCuda
 
 A = B = C = 0  # pids of processes that exist: a rollback continues them
 SLEEPERS = []
@@ -342,6 +350,52 @@ def test_dead_processes_need_no_rollback_and_living_ones_that_cannot_be_helped_a
     assert here.problems == [f"process {own}: it is failed, and the driver has no way back"]
 
 
+class Scene(SimpleNamespace):
+    """As much of a session as the CUDA steps look at."""
+
+    need = Session.need
+
+
+GPU = GpuFacts(index=0, uuid=uuid(0), name="G", compute_capability="9.0", memory_bytes=1, capacity_class_bytes=1)
+
+
+class TestSteps:
+    """The CUDA steps of a plan."""
+
+    def restore(self, helper, *, here, placed, chosen):
+        thawed = SimpleNamespace(nvidia_pids=(B, A), devices=(HeldDevice(uuid=uuid(0), needs_bytes=3 << 30),))
+        gpus = tuple(evolve(GPU, index=index, uuid=uuid(number)) for index, number in enumerate(here))
+        session = Scene(cuda=helper, thawed=thawed, host=SimpleNamespace(gpus=gpus))
+        step = RestoreCuda(id="restore-cuda", devices=placed, timeout_s=5, chosen=chosen)
+        return accelerating.restore(session, step)
+
+    def test_a_restore_goes_to_the_device_that_the_placement_names(self, start):
+        driver = FakeDriver({A: "checkpointed", B: "checkpointed"}, free_bytes=(1 << 30, 5 << 30))
+
+        receipt = self.restore(start(driver), here=(0, 1), placed=(1,), chosen=True)
+
+        assert driver.moves == [[(uuid(0), uuid(1))]] * 2
+        assert receipt.effective == "2 processes restored"
+        assert receipt.reason == f"{uuid(0)} to {uuid(1)}"
+        assert receipt.bytes == 3 << 30
+
+    def test_a_restore_that_nobody_placed_goes_where_the_capture_was(self, start):
+        driver = FakeDriver({A: "checkpointed", B: "checkpointed"}, free_bytes=(5 << 30, 5 << 30))
+
+        receipt = self.restore(start(driver), here=(1, 0), placed=(0,), chosen=False)
+
+        assert driver.moves == [[]] * 2
+        assert receipt.reason == ""
+
+    def test_a_restore_that_does_not_fit_is_refused_with_both_figures_and_nothing_is_moved(self, start):
+        driver = FakeDriver({A: "checkpointed", B: "checkpointed"}, free_bytes=(5 << 30, 1 << 30))
+
+        with pytest.raises(DriverError, match=f"device 1 has {1 << 30} bytes free, .* need {3 << 30}"):
+            self.restore(start(driver), here=(0, 1), placed=(1,), chosen=True)
+
+        assert driver.calls == []
+
+
 class TestUnderAKeeper:
     """The helper as a process, beside a real tree."""
 
@@ -356,6 +410,55 @@ class TestUnderAKeeper:
 
     def start(self, lab, keeper, *pids):
         return CudaHelper.start(keeper, environment=self.environment(lab, *pids), driver="fake_cuda:open_driver")
+
+    @pytest.fixture
+    def device(self):
+        """A node with a name of NVIDIA's, behind which is nothing."""
+        path = f"/dev/nvidia-test{os.getpid()}"
+        os.mknod(path, 0o20600, os.makedev(1, 3))
+        yield path
+        os.unlink(path)
+
+    def test_a_process_without_cuda_that_holds_a_device_open_is_left_out_of_the_lock(self, lab, device):
+        keeper, port = lab.launch(nvidia=device)
+        session = Scene(cuda=self.start(lab, keeper), living=keeper)
+
+        receipt = accelerating.lock(session, LockCuda(id="lock-cuda", devices=(0,), timeout_s=20))
+
+        assert (receipt.effective, receipt.reason) == ("0 processes locked", "1 hold devices open without CUDA")
+        session.cuda.close()
+        assert ask(port)
+
+    def test_a_process_with_cuda_of_which_the_driver_knows_nothing_is_named_and_nothing_is_locked(self, lab, device):
+        with open("/proc/self/maps") as maps:
+            library = next(line.split()[-1] for line in maps if "/libm." in line)
+        keeper, port = lab.launch(
+            nvidia=device, library=shutil.copy(library, lab.directory / "libcuda.so.1").as_posix()
+        )
+        root = keeper.status().root_pid
+        session = Scene(cuda=self.start(lab, keeper), living=keeper)
+
+        with pytest.raises(
+            DriverError, match=f"the processes {root} have loaded libcuda, but the driver knows nothing"
+        ):
+            accelerating.lock(session, LockCuda(id="lock-cuda", devices=(0,), timeout_s=20))
+
+        session.cuda.close()
+        assert ask(port)
+
+    def test_a_device_that_is_open_after_the_checkpoint_is_named_and_the_tree_runs_on(self, lab, device):
+        keeper, port = lab.launch(nvidia=device)
+        root = keeper.status().root_pid
+        session = Scene(cuda=self.start(lab, keeper, root), living=keeper)
+        accelerating.lock(session, LockCuda(id="lock-cuda", devices=(0,), timeout_s=20))
+
+        with pytest.raises(DriverError, match=rf"the processes {root} hold NVIDIA devices open after the checkpoint"):
+            accelerating.checkpoint(session, CheckpointCuda(id="checkpoint-cuda", timeout_s=20))
+
+        session.cuda.close()
+        assert ask(port)
+        log = (lab.directory / "cuda.log").read_text().splitlines()
+        assert log == [f"{op} {root}" for op in ("lock", "checkpoint", "restore", "unlock")]
 
     @pytest.mark.parametrize("namespace", ["private", "host"])
     def test_a_stopped_tree_whose_caller_gives_up_runs_again(self, lab, namespace):

@@ -370,7 +370,7 @@ def test_a_client_that_is_connected_while_the_tree_is_dumped_is_named_and_answer
             time.sleep(0.3)
 
     expected = ask(engine, "held")
-    with pytest.raises(AdmissionError, match="a TCP connection of .*, outside the tree; close it"):
+    with pytest.raises(AdmissionError, match=r"TCP connection .*, outside the tree \(held by process .*\); close it"):
         lab.capture(engine, then="keep", fault_point=send)
 
     assert waiting[0].result(60) == expected

@@ -1,7 +1,8 @@
 """The kernel's own files, read from samples."""
 
+from coldsnap.host.gpus import nvidia_driver
 from coldsnap.host.kernel import capability_names, listening_ports
-from coldsnap.host.probe import nvidia_driver, probe_cpu, probe_kernel, probe_memory, probe_privileges
+from coldsnap.host.probe import probe_cpu, probe_kernel, probe_memory, probe_privileges
 
 TCP = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

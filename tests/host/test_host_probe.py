@@ -1,7 +1,9 @@
 """This machine, described; and one made of files."""
 
+import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +16,8 @@ from coldsnap.host import private
 from coldsnap.host.criu import examine, find_criu
 from coldsnap.host.doctor import problems
 from coldsnap.host.facts import FeatureResult, QualificationRecord
-from coldsnap.host.probe import QUALIFICATION, probe, probe_gpus, read_qualification
+from coldsnap.host.gpus import CACHE, probe_gpus
+from coldsnap.host.probe import QUALIFICATION, probe, read_qualification
 from coldsnap.host.record import to_plain
 
 FAKE_CUDA = Path(__file__).parent / "fake_cuda"
@@ -175,25 +178,72 @@ def test_gpus_are_listed_through_the_driver_in_a_child(fake_cuda, cache, script)
     assert "cuda.bindings.driver" not in sys.modules
 
 
-def test_no_device_is_a_complete_inventory(fake_cuda, monkeypatch):
+def test_no_device_is_a_complete_inventory(fake_cuda, cache, monkeypatch):
     monkeypatch.setenv("FAKE_CUDA_FAULT", "no device")
 
-    found = probe_gpus(fake_cuda.kernel)
+    found = probe_gpus(fake_cuda.kernel, cache)
 
     assert found["known"]
     assert "NO_DEVICE" in found["reason"]
 
 
-def test_a_gpu_machine_whose_gpus_cannot_be_listed_is_an_incomplete_inventory(machine, monkeypatch, tmp_path):
+def test_a_gpu_machine_whose_gpus_cannot_be_listed_is_an_incomplete_inventory(machine, cache, monkeypatch, tmp_path):
     machine.put("/sys/module/nvidia/version", "610.1")
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "__init__.py").write_text("raise ImportError('none here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    found = probe_gpus(machine.kernel)
+    found = probe_gpus(machine.kernel, cache)
 
     assert not found["known"]
     assert "coldsnap[cuda]" in found["reason"]
+
+
+class TestListing:
+    """GPUs are listed once, and again when anything that the listing depends on has changed."""
+
+    @pytest.fixture
+    def listed(self, fake_cuda, cache):
+        fake_cuda.put("/dev/nvidiactl", "")
+        return probe_gpus(fake_cuda.kernel, cache)
+
+    def test_a_listing_that_holds_starts_no_child(self, listed, fake_cuda, cache, monkeypatch):
+        monkeypatch.setattr(subprocess, "run", None)
+
+        assert probe_gpus(fake_cuda.kernel, cache) == listed
+        assert [gpu["name"] for gpu in listed["gpus"]] == ["Fake GPU"]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda machine, _: machine.put("/proc/sys/kernel/random/boot_id", "another"),
+            lambda machine, _: machine.put("/proc/driver/nvidia/version", "NVRM version: NVIDIA Module  610.1  Tue\n"),
+            lambda machine, _: machine.put("/dev/nvidia1", ""),
+            lambda _, monkeypatch: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0"),
+        ],
+        ids=["boot", "driver", "device node", "visible devices"],
+    )
+    def test_a_listing_from_before_a_change_is_made_anew(self, listed, fake_cuda, cache, monkeypatch, change):
+        change(fake_cuda, monkeypatch)
+        monkeypatch.setenv("FAKE_CUDA_FAULT", "no device")
+
+        assert probe_gpus(fake_cuda.kernel, cache)["gpus"] == []
+        assert listed["gpus"]
+
+    @pytest.mark.parametrize("damage", [{"gpus": [{}]}, {"gpus": []}, {"known": 1}, {"more": 1}])
+    def test_a_damaged_listing_is_made_anew(self, listed, fake_cuda, cache, damage):
+        record = json.loads((cache / CACHE).read_text())
+        record["answer"] |= damage
+        (cache / CACHE).write_text(json.dumps(record))
+
+        assert probe_gpus(fake_cuda.kernel, cache) == listed
+
+    def test_what_could_not_be_listed_is_not_kept(self, fake_cuda, cache, monkeypatch):
+        monkeypatch.setenv("FAKE_CUDA_FAULT", "no device")
+        assert probe_gpus(fake_cuda.kernel, cache)["gpus"] == []
+        monkeypatch.delenv("FAKE_CUDA_FAULT")
+
+        assert probe_gpus(fake_cuda.kernel, cache)["gpus"]
 
 
 RECORD = QualificationRecord(

@@ -6,17 +6,14 @@ what takes long (``qualify_host``) is only read back.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from coldsnap.errors import FormatError
 from coldsnap.host import private
-from coldsnap.host.child import ChildError, command, output
 from coldsnap.host.criu import find_criu
 from coldsnap.host.facts import (
     CpuFacts,
@@ -30,13 +27,13 @@ from coldsnap.host.facts import (
     QualificationRecord,
     StoreFacts,
 )
+from coldsnap.host.gpus import nvidia_driver, probe_gpus
 from coldsnap.host.kernel import KernelFiles, capability_names, listening_ports
 from coldsnap.host.mounts import filesystem_of
 from coldsnap.host.record import from_plain
 
 QUALIFICATION = "qualification.json"
 SECCOMP_MODES = {"0": "disabled", "1": "strict", "2": "filter"}
-CUDA_TIMEOUT_S = 60.0
 PACKS = Path("model-payloads") / "sha256"
 
 
@@ -85,7 +82,7 @@ def probe_host(
     boot_id = kernel.text("/proc/sys/kernel/random/boot_id") or "unknown"
     privileges = probe_privileges(kernel)
     driver = nvidia_driver(kernel)
-    gpus = probe_gpus(kernel)
+    gpus = probe_gpus(kernel, cache)
     devices = tuple(GpuFacts(**gpu) for gpu in gpus["gpus"])
     record, reason = read_qualification(boot_id, driver, tuple(gpu.uuid for gpu in devices), cache)
     listeners = listening_ports(kernel.text("/proc/net/tcp") or "", kernel.text("/proc/net/tcp6") or "")
@@ -176,27 +173,6 @@ def _filtered(kernel: KernelFiles, status: dict[str, str]) -> tuple[str, ...]:
         parent = status.get("PPid", "0")
         status = kernel.status(parent) if parent != "0" else {}
     return tuple(filtered)
-
-
-def nvidia_driver(kernel: KernelFiles) -> str | None:
-    """Read the version of the loaded NVIDIA kernel driver, closed or open."""
-    text = kernel.text("/proc/driver/nvidia/version") or ""
-    match = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\b", text, re.MULTILINE)
-    return match[1] if match else kernel.text("/sys/module/nvidia/version")
-
-
-def probe_gpus(kernel: KernelFiles) -> dict[str, Any]:
-    """List the GPUs through the CUDA driver, in a child; without a trace of NVIDIA nothing is started."""
-    if nvidia_driver(kernel) is None and not kernel.exists("/dev/nvidiactl"):
-        return {"known": True, "reason": "no NVIDIA driver is loaded", "gpus": [], "cuda": None}
-    try:
-        text = output(command("coldsnap.host.cuda"), timeout_s=CUDA_TIMEOUT_S)
-        answer: dict[str, Any] = json.loads(text)
-    except (ChildError, ValueError) as error:
-        return {"known": False, "reason": f"listing the GPUs failed: {error}", "gpus": [], "cuda": None}
-    if answer["known"] and not answer["gpus"]:
-        answer["reason"] = answer["reason"] or "the CUDA driver shows no device"
-    return answer
 
 
 def read_qualification(
