@@ -129,8 +129,16 @@ class HostMemory:
         into.cast("B")[:] = self._view(address, into.nbytes)
 
     def zero(self, address: int, length: int) -> None:
-        """Fill a stretch of a region with zeros."""
-        self._view(address, length)[:] = bytes(length)
+        """Fill a stretch of a region with zeros; whole pages go back to the kernel, which brings zeroed ones."""
+        end = address + length
+        first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first >= last:
+            self._view(address, length)[:] = bytes(length)
+            return
+        self._view(address, first - address)[:] = bytes(first - address)
+        self._view(last, end - last)[:] = bytes(end - last)
+        region, pages = self._owner(first, last - first)
+        pages.madvise(mmap.MADV_DONTNEED, first - region.address, last - first)
 
     def synchronize(self) -> None:
         """Return: everything happens at once."""
@@ -143,10 +151,14 @@ class HostMemory:
         self._released.clear()
 
     def _view(self, address: int, length: int) -> memoryview:
+        region, pages = self._owner(address, length)
+        return memoryview(pages)[address - region.address :][:length]
+
+    def _owner(self, address: int, length: int) -> tuple[Region, mmap.mmap]:
         for region, pages in self._maps.items():
             offset = address - region.address
             if offset >= 0 and offset + length <= region.mapped_bytes:
                 if region in self._released:
                     raise ValueError(f"the region at {region.address:#x} is released: remap it first")
-                return memoryview(pages)[offset : offset + length]
+                return region, pages
         raise ValueError(f"no region holds {length} bytes at {address:#x}")
