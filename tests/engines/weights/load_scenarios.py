@@ -529,6 +529,12 @@ def hooks_on_the_default_loader():
         del model, outer
         gc.collect()
     results["gone"] = loads.loaded({})
+    model = Model()
+    module.DefaultModelLoader(paths).load_weights(model, None)
+    for one in model.parameters():
+        one.data.zero_()  # as memory is that sleeps
+    results["asleep"] = loads.loaded({})
+    results["changed"] = loads.settle(model).kept
     return results
 
 

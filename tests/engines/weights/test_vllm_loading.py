@@ -25,6 +25,12 @@ def test_a_process_that_loaded_nothing_says_that_it_skipped_the_question(seen):
     assert seen["hooks_on_the_default_loader"]["gone"] == {"skipped": True}  # a model that is gone takes its record
 
 
+def test_what_was_loaded_is_told_without_reading_memory_that_may_be_asleep(seen):
+    hooks = seen["hooks_on_the_default_loader"]
+    assert hooks["asleep"]["bytes"] == 39_432 and hooks["asleep"]["unsupported"] == {}
+    assert list(hooks["changed"]) == ["changed-after-load"]
+
+
 def test_of_a_load_that_was_not_observed_nothing_is_known(seen):
     found = seen["loads_that_are_not_observed"]
     assert found["kept"] == {"not-observed": found["bytes"]}
