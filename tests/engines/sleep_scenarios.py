@@ -16,12 +16,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from cumem_stand_in import Device, Tagged, install, tensor_at
+from safetensors.torch import load_file, save_file
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 
 from coldsnap.engines.vllm import worker as worker_module
 from coldsnap.engines.vllm.hooks import register_sleep_backend
 from coldsnap.engines.vllm.worker import Resident
-from coldsnap.engines.weights.split import Written
+from coldsnap.engines.weights.observe import LoadObserver
+from coldsnap.transfer.safetensors import index
 
 ROOT = Path(sys.argv[1])
 MIB = 1 << 20
@@ -62,10 +64,14 @@ class Worker:
             weight = tensor_at(address + 512, (3 * MIB) // 2, torch.bfloat16).view(1024, -1)
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
             layer.register_buffer("scale", tensor_at(address + 3 * MIB + 4096, 1024, torch.float32))
-            layer.weight.data.normal_(generator=torch.Generator().manual_seed(number))
             layer.scale.fill_(number + 0.5)
             model.add_module(name, layer)
         self.model = model
+        parameters, stored = dict(model.named_parameters()), index([CHECKPOINT])
+        with LoadObserver(model) as observer:
+            for name, tensor in observer.bound(load_file(CHECKPOINT).items(), stored):
+                parameters[name].data.copy_(tensor)
+        self.record = observer.record
 
     def determine_available_memory(self):
         return 80 * MIB
@@ -82,13 +88,18 @@ class Worker:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
 
-def settle(model):
-    """Stand for the load observer: every weight is exactly known, the scales are not."""
-    written = [
-        Written(address=tensor.data_ptr(), size=tensor.nbytes, semantic=name)
-        for name, tensor in model.named_parameters()
-    ]
-    return types.SimpleNamespace(written=written, kept={"not-seen": 8192})
+def checkpoint():
+    """Write the weights that every worker loads."""
+    path = ROOT / "model.safetensors"
+    made = torch.Generator().manual_seed(7)
+    save_file(
+        {f"{name}.weight": torch.randn(1024, 1536, generator=made, dtype=torch.float32).bfloat16() for name in NAMES},
+        path,
+    )
+    return str(path)
+
+
+CHECKPOINT = checkpoint()
 
 
 class World:
@@ -105,7 +116,7 @@ class World:
         os.environ["COLDSNAP_DISK_SLEEP_DIR"] = str(self.directory)
         self.resident, self.log = Resident(), []
         module = types.SimpleNamespace(Worker=type("Worker", (Worker,), {}))
-        self.resident.watch(module, settle=settle, log=self.log.append)
+        self.resident.watch(module, settle=lambda model: self.worker.record.settle(model), log=self.log.append)
         self.worker = module.Worker()
         self.worker.load_model()
         self.worker.initialize_from_config()
@@ -227,8 +238,12 @@ def level_two_is_vllms_own():
     world.backend.suspend(2)
     slept = [len(world.asleep()), world.state()["state"]]
     refused = refusal(lambda: world.resident.operations()["release"](request(world)))
+    look = world.resident.when_mapped(lambda request: {"sum": float(world.worker.model.first.weight.sum())})
+    looked = [refusal(lambda: look({}))]
     world.backend.resume(None)
-    return {"slept": slept, "awake": world.asleep(), "files": len(list(ROOT.glob("two/**/*"))), "refused": refused}
+    looked.append(refusal(lambda: look({})))
+    files = len(list(ROOT.glob("two/**/*")))
+    return {"slept": slept, "awake": world.asleep(), "files": files, "refused": refused, "looked": looked}
 
 
 def the_rank_releases_on_a_thread_of_its_own():
@@ -248,6 +263,7 @@ def the_rank_releases_on_a_thread_of_its_own():
         "asleep": asleep,
         "pack": release["pack"]["bytes"] >= 6 * MIB,
         "kept": release["kept"],
+        "worker": world.state()["worker"],
         "released": {tag: size // MIB for tag, size in release["released"].items()},
         "state": hydrate["state"],
         "bytes": {kind: size // MIB for kind, size in hydrate["bytes"].items()},
@@ -279,7 +295,7 @@ def a_process_without_a_worker_skips():
 def a_worker_without_vllms_allocator_is_left_alone():
     resident = Resident()
     module = types.SimpleNamespace(Worker=type("Worker", (Worker,), {}))
-    resident.watch(module, settle=settle, log=lambda _: None)
+    resident.watch(module, settle=None, log=lambda _: None)
     worker = module.Worker()
     worker.device = torch.device("cpu")
     worker.load_model()

@@ -76,13 +76,14 @@ def test_without_a_directory_a_sleep_is_refused_and_nothing_is_given_away(seen):
 def test_level_two_is_vllms_own_and_a_release_of_what_it_put_to_sleep_is_refused(seen):
     told = seen["level_two_is_vllms_own"]
     assert told["slept"] == [4, "awake"] and told["awake"] == [] and told["files"] == 0
-    assert "has no backing" in told["refused"]
+    assert told["refused"] == "Busy: the weights of this worker sleep; wake the engine first"
+    assert told["looked"] == [told["refused"], None]
 
 
 def test_a_rank_releases_and_hydrates_on_its_own_thread(seen):
     told = seen["the_rank_releases_on_a_thread_of_its_own"]
     assert told["asleep"] == ["kv_cache", "weights", "weights"] and told["pack"]
-    assert told["kept"] == {"not-seen": 8192} and told["released"] == {"weights": 10, "kv_cache": 8}
+    assert told["kept"] == {} and told["worker"] == "worker-0" and told["released"] == {"weights": 10, "kv_cache": 8}
     assert told["state"] == "awake" and told["bytes"] == {"pack": 6, "residual": 4, "kv_cache": 8}
     assert told["equal"] and told["beside"]
 

@@ -161,6 +161,16 @@ CONTRACT: tuple[Requirement, ...] = (
         stores=("peak_activation_memory",),
         why="chooses the size of the KV cache, which the guard caps",
     ),
+    Requirement(module=_WORKER, name="Worker.get_model", why="is what the load wrote to"),
+    Requirement(
+        module="v1.worker.worker_base",
+        name="WorkerBase.__init__",
+        stores=("model_config", "cache_config", "rank"),
+        why="says what the worker was made for",
+    ),
+    Requirement(
+        module="config.model", name="ModelConfig.enable_cumem_allocator", why="says whether the allocator is used"
+    ),
     Requirement(module="config.cache", name="CacheConfig.kv_cache_memory_bytes", why="is a size that the user chose"),
     Requirement(
         module="v1.worker.gpu_model_runner",

@@ -28,7 +28,8 @@ def hook_worker() -> Mapping[str, Operation]:
     after_import(GPU_WORKER, _watch)
     if is_asked_for():
         after_import(DEFAULT_LOADER, loads.watch)
-    return {**resident.operations(), **loads.operations()}
+    about_loads = {name: resident.when_mapped(operation) for name, operation in loads.operations().items()}
+    return {**resident.operations(), **about_loads}
 
 
 def register_sleep_backend() -> None:

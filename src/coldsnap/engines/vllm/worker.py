@@ -120,6 +120,25 @@ class Resident:
             "memory": lambda request: self._do("memory", request),
         }
 
+    def when_mapped(self, operation: Operation) -> Operation:
+        """Return an operation that looks at the weights, refused while they have no backing.
+
+        A kernel that reads there would end the CUDA context, and with it the engine.
+        """
+
+        def guarded(request: Mapping[str, Any]) -> Reply:
+            with self._lock:
+                self._require_mapped()
+                return operation(request)
+
+        return guarded
+
+    def _require_mapped(self) -> None:
+        if self._cumem is None:
+            return
+        if any(not self._cumem.is_mapped(region) for region in self._cumem.regions(WEIGHTS)):
+            raise Busy("the weights of this worker sleep; wake the engine first")
+
     def _do(self, name: str, request: Mapping[str, Any]) -> Reply:
         if self._loading:
             raise Busy("the worker is still loading its model")
@@ -127,7 +146,11 @@ class Resident:
             return {"skipped": True}
         with self._lock:
             reply = self.memory.operations()[name](request)
-        return {**reply, "kv_caches": _described(self._storages())} if name == "memory" else reply
+        if name != "memory":
+            return reply
+        # Before its first release a worker has not been told its name; its number is one that all of them agree on.
+        worker = reply["worker"] or f"worker-{self.rank}"
+        return {**reply, "worker": worker, "kv_caches": _described(self._storages())}
 
     def _storages(self) -> tuple[KvStorage, ...]:
         # Before the cache is made the list is empty, and the second runner has none.
@@ -143,6 +166,7 @@ class Resident:
         return split(allocations, settled.written, settled.kept)
 
     def _before_release(self) -> None:
+        self._require_mapped()  # a sleep of vLLM's own, that is: of one that was made here it is known
         cumem = self._memory()
         cumem.settle()
         mapped = [region for region in cumem.regions(KV_CACHE) if cumem.is_mapped(region)]
