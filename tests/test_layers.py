@@ -16,21 +16,13 @@ LAYERS = [
     ["host"],
     ["artifact"],
     ["transfer"],
-    ["operation", "receipts", "phases", "shelving", "steps", "plan"],
+    ["placement", "operation", "receipts", "phases", "shelving", "moving", "steps", "plan"],
     ["keeper"],
     ["drivers", "engines"],
-    ["admission", "behaviour", "describe", "upkeep", "resolve"],
+    ["admission", "behaviour", "describe", "planning", "upkeep", "resolve"],
     [
-        "runner",
-        "session",
-        "accelerating",
-        "sealing",
-        "capturing",
-        "curating",
-        "restoring",
-        "execute",
-        "progress",
-        "diagnosing",
+        *["runner", "session", "accelerating", "releasing", "sealing", "capturing", "curating", "hydrating"],
+        *["restoring", "dozing", "execute", "progress", "diagnosing"],
     ],
     ["testing"],
 ]
@@ -49,6 +41,7 @@ PURE = [
     "steps",
     "operation",
     "receipts",
+    "planning",
     "resolve",
 ]
 

@@ -28,14 +28,26 @@ if TYPE_CHECKING:
     from coldsnap.artifact import Artifact
     from coldsnap.diagnosing import diagnose
     from coldsnap.engines.vllm import VLLM
-    from coldsnap.errors import AdmissionError, ColdSnapError, PolicyError
+    from coldsnap.errors import AdmissionError, ColdSnapError
     from coldsnap.execute import execute
     from coldsnap.host.facts import Facts
     from coldsnap.host.probe import probe
     from coldsnap.host.qualify import qualify_host
     from coldsnap.keeper.handle import Engine
-    from coldsnap.operation import Capture, Delete, Launch, Placement, Publish, Restore, Stop, Verify, local
-    from coldsnap.plan import Plan
+    from coldsnap.operation import (
+        Capture,
+        Delete,
+        Launch,
+        Placement,
+        Publish,
+        Restore,
+        Sleep,
+        Status,
+        Stop,
+        Verify,
+        Wake,
+        local,
+    )
     from coldsnap.policy import IO, Compatibility, Graphs, Policy, Process, Weights
     from coldsnap.progress import progress
     from coldsnap.receipts import Report
@@ -45,14 +57,26 @@ _HOMES = {
     "coldsnap.artifact": ("Artifact",),
     "coldsnap.diagnosing": ("diagnose",),
     "coldsnap.engines.vllm": ("VLLM",),
-    "coldsnap.errors": ("AdmissionError", "ColdSnapError", "PolicyError"),
+    "coldsnap.errors": ("AdmissionError", "ColdSnapError"),
     "coldsnap.execute": ("execute",),
     "coldsnap.host.facts": ("Facts",),
     "coldsnap.host.probe": ("probe",),
     "coldsnap.host.qualify": ("qualify_host",),
     "coldsnap.keeper.handle": ("Engine",),
-    "coldsnap.operation": ("Capture", "Delete", "Launch", "Placement", "Publish", "Restore", "Stop", "Verify", "local"),
-    "coldsnap.plan": ("Plan",),
+    "coldsnap.operation": (
+        "Capture",
+        "Delete",
+        "Launch",
+        "Placement",
+        "Publish",
+        "Restore",
+        "Sleep",
+        "Status",
+        "Stop",
+        "Verify",
+        "Wake",
+        "local",
+    ),
     "coldsnap.policy": ("IO", "Compatibility", "Graphs", "Policy", "Process", "Weights"),
     "coldsnap.progress": ("progress",),
     "coldsnap.receipts": ("Report",),
@@ -74,15 +98,16 @@ __all__ = [
     "Graphs",
     "Launch",
     "Placement",
-    "Plan",
     "Policy",
-    "PolicyError",
     "Process",
     "Publish",
     "Report",
     "Restore",
+    "Sleep",
+    "Status",
     "Stop",
     "Verify",
+    "Wake",
     "Weights",
     "diagnose",
     "errors",

@@ -26,11 +26,17 @@ class Context:
         operation: capture, restore, launch or stop.
         gpu: Whether the placement has GPUs.
         workers: Ranks of the engine.
+        native: Whether the weights are outside the process image.
+        store: Where their packs are; empty when they are inside.
+        reason: Why they are where they are.
     """
 
     operation: str
     gpu: bool
     workers: int
+    native: bool = False
+    store: str = ""
+    reason: str = ""
 
 
 class _Any:
@@ -45,11 +51,11 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
     "compatibility.kernel": ANY,
     "compatibility.driver": ANY,
     "compatibility.enforce_captured_driver_floor": ANY,
-    "weights.mode": ("auto", "image"),
+    "weights.mode": ("auto", "native", "image"),
     "weights.native.materialize": ("off",),
-    "weights.recovery.enabled": (False,),
+    "weights.recovery.enabled": ANY,
     "weights.verify": ANY,
-    "process.discard": ((),),
+    "process.discard": ANY,
     "process.shape_calibration": ("auto", "disabled"),
     "process.artifact_scope": ("portable",),
     "process.cache_seed": (False,),
@@ -57,14 +63,29 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
     "process.secrets": ANY,
     "graphs.policy": ("auto", "disabled"),
     "graphs.asynchronous": (False,),
-    "io.hydration_backend": ("auto",),
-    "io.capture_backend": ("auto",),
+    "io.hydration_backend": ANY,
+    "io.capture_backend": ANY,
+    "io.hibernate_read_mode": ANY,
+    "io.hibernate_write_mode": ANY,
+    "io.verify_mode": ANY,
+    "io.reuse_blob": ANY,
+    "io.queue_depth": ANY,
+    "io.chunk_bytes": ANY,
+    "io.native_library": ANY,
+    "io.native_sha256": ANY,
     "io.image_compression": ("auto", "none"),
 }
 
 
-def engine_defaults() -> Mapping[str, Any]:
-    """Return the engine layer: defaults of the library that have no behaviour give way to what happens in fact."""
+def engine_defaults(*, native: bool) -> Mapping[str, Any]:
+    """Return the engine layer: defaults of the library that have no behaviour give way to what happens in fact.
+
+    Args:
+        native: Whether the weights are outside the process image.
+    """
+    if native:
+        # auto, and not direct: what was read ahead while CRIU worked is in the page cache, which direct goes around.
+        return {"process.cache_seed": False, "io.hydration_backend": "auto"}
     return {"process.discard": (), "process.cache_seed": False}
 
 
@@ -104,9 +125,8 @@ def _shown(value: object) -> str:
 
 def decide(resolved: ResolvedPolicy, context: Context) -> tuple[Decision, ...]:
     """Settle every leaf that the operation uses, with the reason for what it comes to."""
-    captures = context.operation == "capture"
-    rows = _capture(resolved, context) if captures else _restore(resolved)
-    common = [("process.namespace", resolved["process.namespace"], _NAMESPACE[resolved["process.namespace"]])]
+    rows = {"capture": _capture, "restore": _restore, "launch": _launch}[context.operation](resolved, context)
+    namespace = resolved["process.namespace"]
     return tuple(
         Decision(
             name=path,
@@ -115,9 +135,11 @@ def decide(resolved: ResolvedPolicy, context: Context) -> tuple[Decision, ...]:
             effective=effective,
             reason=reason,
         )
-        for path, effective, reason in [*rows, *(common if context.operation != "stop" else [])]
+        for path, effective, reason in [*rows, ("process.namespace", namespace, _NAMESPACE[namespace])]
     )
 
+
+_Rows = list[tuple[str, str, str]]
 
 _NAMESPACE = {
     "private": "own pid, mount and ipc namespaces: captured pids are free wherever it is restored",
@@ -125,8 +147,11 @@ _NAMESPACE = {
 }
 
 
-def _capture(resolved: ResolvedPolicy, context: Context) -> list[tuple[str, str, str]]:
-    where = "CUDA state, moved into host memory by the driver," if context.gpu else "process memory"
+def _launch(resolved: ResolvedPolicy, context: Context) -> _Rows:  # noqa: ARG001 - one signature for all
+    return [("weights.mode", "native" if context.native else "image", context.reason)]
+
+
+def _capture(resolved: ResolvedPolicy, context: Context) -> _Rows:
     graphs = ("kept", "a single worker's CUDA graphs are part of its CUDA state")
     if not context.gpu:
         graphs = ("disabled", "a host without GPU has no CUDA graphs")
@@ -134,19 +159,65 @@ def _capture(resolved: ResolvedPolicy, context: Context) -> list[tuple[str, str,
         graphs = ("disabled", "graphs of several workers hold NCCL state that cannot come back yet: it runs eagerly")
     if resolved["graphs.policy"] == "disabled":
         graphs = ("disabled", "the engine runs eagerly")
-    discard = "nothing releases the KV cache before the dump: it is part of the image"
     calibration = "graphs are not recreated after a restore, so no shape has to be calibrated"
     return [
-        ("weights.mode", "image", f"weights stay in {where} and so in the process image"),
-        ("weights.recovery.enabled", "false", "weights come back with the process image: none are loaded again"),
-        ("process.discard", _text(resolved["process.discard"]), discard),
+        *(_released(resolved, context) if context.native else _in_image(resolved, context)),
         ("process.shape_calibration", "disabled", calibration),
         ("process.secrets", resolved["process.secrets"], _SECRETS[resolved["process.secrets"]]),
         ("graphs.policy", *graphs),
-        ("io.capture_backend", "not used", "CRIU writes the process image itself"),
         ("io.image_compression", "none", "images are restored as CRIU wrote them"),
     ]
 
+
+def _in_image(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    where = "CUDA state, moved into host memory by the driver," if context.gpu else "process memory"
+    discard = "nothing releases the KV cache before the dump: it is part of the image"
+    return [
+        ("weights.mode", "image", f"weights stay in {where} and so in the process image: {context.reason}"),
+        ("process.discard", _text(resolved["process.discard"]), discard),
+        *_unused(resolved, ("weights.recovery.enabled",), "weights come back with the process image"),
+        *_unused(resolved, _WRITING, "CRIU writes the process image itself"),
+    ]
+
+
+_WRITING = (
+    "io.capture_backend",
+    "io.hibernate_write_mode",
+    "io.reuse_blob",
+    "io.queue_depth",
+    "io.chunk_bytes",
+    "io.native_library",
+    "io.native_sha256",
+)
+_READING = (
+    "io.hydration_backend",
+    "io.hibernate_read_mode",
+    "io.verify_mode",
+    "io.queue_depth",
+    "io.chunk_bytes",
+    "io.native_library",
+    "io.native_sha256",
+)
+
+
+def _released(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    discard = resolved["process.discard"]
+    recovery = resolved["weights.recovery.enabled"]
+    recorded = "the manifest that a recovery from the checkpoint needs is " + ("kept, too" if recovery else "not kept")
+    return [
+        ("weights.mode", "native", f"{context.reason}: model bytes go into the store {context.store}"),
+        ("weights.recovery.enabled", _text(recovery), recorded),
+        ("process.discard", _text(discard), "zero after a restore" if discard else "all of it stays in the image"),
+        ("io.capture_backend", resolved["io.capture_backend"], _CAPTURE[resolved["io.capture_backend"]]),
+    ]
+
+
+_CAPTURE = {
+    "auto": "around the page cache where layout and filesystem allow it",
+    "python": "one thread, through the page cache",
+    "buffered": "through the page cache",
+    "direct": "around the page cache",
+}
 
 _SECRETS = {
     "refuse": "environment names that look secret stop the capture: memory of a process holds its environment",
@@ -154,7 +225,7 @@ _SECRETS = {
 }
 
 
-def _restore(resolved: ResolvedPolicy) -> list[tuple[str, str, str]]:
+def _restore(resolved: ResolvedPolicy, context: Context) -> _Rows:
     verify = resolved["weights.verify"]
     how = {
         "evidence": "files unchanged since their last full check are admitted by stat, others by digest",
@@ -166,10 +237,33 @@ def _restore(resolved: ResolvedPolicy) -> list[tuple[str, str, str]]:
         "exact": "the kernel release must be the captured one",
     }
     return [
+        ("weights.mode", "native" if context.native else "image", context.reason),
         ("weights.verify", verify, how[verify]),
         ("compatibility.kernel", kernel, kernels[kernel]),
-        ("io.hydration_backend", "not used", "CRIU reads the process image itself"),
+        *(_hydrated(resolved) if context.native else _unhydrated(resolved)),
     ]
+
+
+def _unhydrated(resolved: ResolvedPolicy) -> _Rows:
+    return _unused(resolved, _READING, "CRIU reads the process image itself")
+
+
+def _unused(resolved: ResolvedPolicy, paths: tuple[str, ...], why: str) -> _Rows:
+    """Say of what somebody chose that nothing uses it here; the first is always told of."""
+    return [(path, "not used", why) for path in paths if path == paths[0] or resolved.provenance[path] == "user"]
+
+
+def _hydrated(resolved: ResolvedPolicy) -> _Rows:
+    backend, verify = resolved["io.hydration_backend"], resolved["io.verify_mode"]
+    backends = {
+        "auto": "through the page cache what it holds by then, around it what it does not",
+        "python": "one thread, through a mapping",
+        "buffered": "through the page cache",
+        "direct": "around the page cache; nothing is read ahead",
+        "gds": "straight to the GPU; nothing is read ahead",
+    }
+    verified = {"inline": "digests are compared while bytes move", "preverified": "the evidence of each file stands"}
+    return [("io.hydration_backend", backend, backends[backend]), ("io.verify_mode", verify, verified[verify])]
 
 
 def _text(value: object) -> str:

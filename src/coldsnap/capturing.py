@@ -17,7 +17,7 @@ from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.endpoint import await_ready, log_tail
 from coldsnap.engines.settings import inherited_environment
-from coldsnap.engines.specs import EngineRecord, spec_from_text
+from coldsnap.engines.specs import COMMAND, SPEC, EngineRecord, spec_from_text
 from coldsnap.errors import AcceptanceError, AdmissionError, EngineError, UnsupportedError
 from coldsnap.host.doctor import problems
 from coldsnap.host.probe import probe
@@ -29,7 +29,7 @@ from coldsnap.keeper.rundir import new_name, run_dir_for
 from coldsnap.keeper.undo import CONTINUE, KILL, control, remove
 from coldsnap.plan import Plan
 from coldsnap.receipts import Receipt
-from coldsnap.sealing import CAPSULE, COMMAND
+from coldsnap.sealing import CAPSULE
 from coldsnap.session import Session
 from coldsnap.steps import (
     AdmitEngine,
@@ -71,7 +71,7 @@ MAX_NOTES = 20
 """How many findings of an audit are kept in a receipt."""
 
 SOCKET_PATH_BYTES = 107  # unix(7): sun_path, without its NUL
-SPEC, ENVIRONMENT = "spec", "environment"
+ENVIRONMENT = "environment"
 
 
 def admit_host(session: Session, step: AdmitHost) -> Receipt:
@@ -183,7 +183,8 @@ def attach(session: Session, step: AttachEngine) -> Receipt:
     session.take(keeper)
     if session.writer is not None:
         keeper.undo(remove(session.writer.path, unless=COMMITTED))
-    if mismatches := list(_not_as_planned(session, keeper)):
+    mismatches = [*_not_as_planned(session, keeper), *_asleep(session)]
+    if mismatches:
         raise AdmissionError(f"the engine in {step.run_dir} cannot be captured under this policy", mismatches)
     record = EngineRecord.from_text(keeper.labels[ENVIRONMENT], path=f"{step.run_dir}/keeper.json")
     session.engine = engine = spec_from_text(record.spec)
@@ -221,6 +222,13 @@ def _not_as_planned(session: Session, keeper: Keeper) -> Iterator[str]:
             f"its environment has names that look secret ({', '.join(secrets)}), and a process image would hold their "
             'values; launch it without them, or set process.secrets = "allow"'
         )
+
+
+def _asleep(session: Session) -> Iterator[str]:
+    """Yield what sleeps: it cannot answer, so it cannot be captured, and whether it may wake is not ours to say."""
+    for rank, memory in session.ranks.memory().items():
+        if memory["state"] != "awake":
+            yield f"the memory of {rank} is {memory['state']}; wake the engine first (Wake)"
 
 
 def ready(session: Session, step: AwaitReady) -> Receipt:

@@ -7,13 +7,16 @@ where the machines do.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from coldsnap import artifact
 from coldsnap.artifact.compatibility import TargetCriu, TargetEngine, TargetUnit
 from coldsnap.engines.base import Engine
 from coldsnap.engines.environment import EngineEnvironment
+from coldsnap.engines.model import ModelIdentity
 from coldsnap.host.contracts import CONTRACTS
 from coldsnap.host.facts import HostFacts
 from coldsnap.keeper.directive import ACCEPTED_ABIS, FORMAT, PLUGIN_ABI
@@ -21,7 +24,9 @@ from coldsnap.keeper.directive import ACCEPTED_ABIS, FORMAT, PLUGIN_ABI
 __all__ = [
     "compatibility_unit",
     "described_engine",
+    "described_model",
     "devices_of",
+    "short_name",
     "site_packages_digest",
     "target_engine",
     "target_unit",
@@ -130,6 +135,16 @@ def described_engine(
         plugin_abi=PLUGIN_ABI,
         directive_format=FORMAT,
         served_name=engine.served_model,
+    )
+
+
+def described_model(model: ModelIdentity) -> artifact.Model:
+    """Describe the model that is served for the descriptor."""
+    local = model.kind == "local"
+    return artifact.Model(
+        id=Path(model.model).name if local else model.model,
+        revision=model.revision,
+        path=os.path.abspath(model.model) if local else None,
     )
 
 

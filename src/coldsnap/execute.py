@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal, Protocol, assert_never
 
-from coldsnap import accelerating, capturing, curating, restoring, sealing
+from coldsnap import accelerating, capturing, curating, dozing, hydrating, releasing, restoring, sealing
 from coldsnap.plan import Plan
 from coldsnap.receipts import Event, EventSink, Receipt, Report
 from coldsnap.runner import run
@@ -20,6 +20,7 @@ from coldsnap.steps import (
     AdmitEngine,
     AdmitHost,
     AdmitOutput,
+    AdmitPacks,
     AdmitPlacement,
     AttachEngine,
     AwaitReady,
@@ -30,18 +31,23 @@ from coldsnap.steps import (
     DeleteArtifact,
     DumpTree,
     HandOver,
+    HydrateWeights,
+    InspectEngine,
     LaunchEngine,
     LockCuda,
     OpenArtifact,
+    PrefetchWeights,
     PublishPacks,
     PushArtifact,
     Quiesce,
     Reconnect,
     RecordAnswer,
+    ReleaseWeights,
     RestoreCuda,
     ResumeEngine,
     SealArtifact,
     SettleWorkload,
+    SleepEngine,
     StageCapsule,
     StartKeeper,
     Step,
@@ -50,6 +56,8 @@ from coldsnap.steps import (
     UnlockCuda,
     VerifyArtifact,
     VerifyFiles,
+    VerifyPacks,
+    WakeEngine,
 )
 
 __all__ = ["execute"]
@@ -179,6 +187,22 @@ def _act(session: Session, step: Step) -> Receipt:
             return capturing.hand_over(session, step)
         case StopEngine():
             return capturing.stop(session, step)
+        case ReleaseWeights():
+            return releasing.release(session, step)
+        case AdmitPacks():
+            return hydrating.admit_packs(session, step)
+        case PrefetchWeights():
+            return hydrating.prefetch_weights(session, step)
+        case VerifyPacks():
+            return hydrating.verify_packs(session, step)
+        case HydrateWeights():
+            return hydrating.hydrate(session, step)
+        case SleepEngine():
+            return dozing.sleep(session, step)
+        case WakeEngine():
+            return dozing.wake(session, step)
+        case InspectEngine():
+            return dozing.inspect(session, step)
         case OpenArtifact():
             return curating.open_artifact(session, step)
         case VerifyArtifact():

@@ -5,15 +5,14 @@ An operation names an engine or an artifact, and a placement. ``resolve`` turns 
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
 from coldsnap.errors import PolicyError
+from coldsnap.placement import Placement, UnitPlacement, absolute, absolute_each, local, optional_absolute
 
 __all__ = [
     "ArtifactLike",
@@ -26,13 +25,14 @@ __all__ = [
     "Placement",
     "Publish",
     "Restore",
+    "Sleep",
+    "Status",
     "Stop",
     "UnitPlacement",
     "Verify",
+    "Wake",
     "local",
 ]
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 DEFAULT_PROMPT = "Reply with exactly: coldsnap"
 DEFAULT_ANSWER_TOKENS = 16
@@ -57,6 +57,10 @@ class EngineHandle(Protocol):
     def run_dir(self) -> Path:
         """Return the run directory of the engine's keeper."""
 
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Return what was written down when it was launched or restored; its specification for one."""
+
 
 @runtime_checkable
 class ArtifactLike(Protocol):
@@ -65,106 +69,6 @@ class ArtifactLike(Protocol):
     @property
     def path(self) -> Path:
         """Return the artifact's directory."""
-
-
-def _port(_instance: object, _attribute: object, value: int) -> None:
-    if not 1 <= value <= 65535:
-        raise PolicyError(
-            [("$.placement.port", f"expected a TCP port from 1 to 65535, found {value}")], what="operation"
-        )
-
-
-def _name(_instance: object, _attribute: object, value: str | None) -> None:
-    if value is not None and not NAME.fullmatch(value):
-        raise PolicyError(
-            [("$.placement.name", f"expected letters, digits, '.', '_' and '-' (at most 64), found {value!r}")],
-            what="operation",
-        )
-
-
-def _absolute(value: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.fspath(value))
-
-
-def _absolute_each(value: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
-    # A text is a sequence of texts too: each letter of it would be a directory.
-    return tuple(map(_absolute, (value,) if isinstance(value, str | os.PathLike) else value))
-
-
-def _optional_absolute(value: str | os.PathLike[str] | None) -> str | None:
-    return None if value is None else _absolute(value)
-
-
-@frozen(kw_only=True)
-class UnitPlacement:
-    """Where one unit (the processes of one host) lives.
-
-    Attributes:
-        unit: The unit's id, ``unit-0`` for the first.
-        host: A host name of ``Facts.hosts``.
-        devices: GPU ordinals on that host, in rank order; empty means none.
-        address: The address the HTTP front end listens on.
-        port: Its TCP port.
-    """
-
-    unit: str = "unit-0"
-    host: str = "local"
-    devices: tuple[int, ...] = ()
-    address: str = "127.0.0.1"
-    port: int = field(validator=_port)
-
-
-@frozen(kw_only=True)
-class Placement:
-    """Units on hosts.
-
-    Attributes:
-        units: At least one; the first owns the HTTP front end.
-        name: The name of the run directory below the run root; made up when ``None``.
-        run_dir: The run directory itself, absolute; overrides ``name``.
-    """
-
-    units: tuple[UnitPlacement, ...]
-    name: str | None = field(default=None, validator=_name)
-    run_dir: str | None = field(default=None, converter=_optional_absolute)
-
-    def __attrs_post_init__(self) -> None:
-        ids = [unit.unit for unit in self.units]
-        if not ids or len(set(ids)) != len(ids):
-            raise PolicyError(
-                [("$.placement.units", f"expected distinct units, at least one, found {ids}")], what="operation"
-            )
-        if "\0" in (self.run_dir or ""):
-            raise PolicyError([("$.placement.run_dir", "expected a path without NUL")], what="operation")
-
-    @property
-    def front(self) -> UnitPlacement:
-        """Return the unit with the HTTP front end."""
-        return self.units[0]
-
-
-def local(
-    *,
-    port: int,
-    address: str = "127.0.0.1",
-    devices: Sequence[int] = (),
-    name: str | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-) -> Placement:
-    """Place everything on the probed host ``local``.
-
-    Args:
-        port: The TCP port of the HTTP front end.
-        address: The address it listens on.
-        devices: GPU ordinals in rank order.
-        name: The name of the run directory below the run root.
-        run_dir: The run directory itself.
-
-    Raises:
-        PolicyError: A port outside 1 to 65535, or a name that cannot be a directory name.
-    """
-    unit = UnitPlacement(devices=tuple(devices), address=address, port=port)
-    return Placement(units=(unit,), name=name, run_dir=None if run_dir is None else os.fspath(run_dir))
 
 
 def _positive(_instance: object, _attribute: object, value: float) -> None:
@@ -196,6 +100,8 @@ class Capture:
         engine: What to launch, or the handle of an engine that has been serving since it was launched.
         output: The artifact's directory; it must not exist.
         placement: Where to launch; not given with a handle.
+        store: The root of the store that gets the packs of weights outside the image. ``None``: the store that was
+            probed, else the directory ``store`` beside the output.
         then: What becomes of the workload after the commit: ``stop`` (default) or ``keep``.
         prompt: The prompt of the acceptance request.
         answer_tokens: How many tokens of the answer are compared, 1 to 512.
@@ -205,8 +111,9 @@ class Capture:
     """
 
     engine: EngineSpec | EngineHandle = field(kw_only=False)
-    output: str = field(converter=_absolute)
+    output: str = field(converter=absolute)
     placement: Placement | None = None
+    store: str | None = field(default=None, converter=optional_absolute)
     then: Literal["stop", "keep"] = "stop"
     prompt: str = DEFAULT_PROMPT
     answer_tokens: int = DEFAULT_ANSWER_TOKENS
@@ -240,12 +147,15 @@ class Restore:
     Attributes:
         artifact: An opened artifact.
         placement: Where; another port than the captured one is allowed.
+        store: The root of the store that has the packs of weights outside the image. ``None``: the store that was
+            probed, else the directory ``store`` beside the artifact.
         thaw_timeout_s: How long the process image may take to come back, s.
         answer_timeout_s: How long the restored engine may take to give its first answer, s.
     """
 
     artifact: ArtifactLike = field(kw_only=False)
     placement: Placement
+    store: str | None = field(default=None, converter=optional_absolute)
     thaw_timeout_s: float = field(default=600.0, validator=_positive)
     answer_timeout_s: float = field(default=120.0, validator=_positive)
 
@@ -261,6 +171,74 @@ class Stop:
 
     engine: EngineHandle = field(kw_only=False)
     grace_s: float = 10.0
+
+
+TAGS = ("weights", "kv_cache")
+
+
+def _handle(_instance: object, _attribute: object, value: Any) -> None:
+    if not isinstance(value, EngineHandle):
+        raise PolicyError([("$.engine", f"expected the handle of a running engine, found {value!r}")], what="operation")
+
+
+@frozen(kw_only=True)
+class Sleep:
+    """Let a serving engine give its memory away: weights into files, the KV cache nowhere. Requests wait at its door.
+
+    An engine that sleeps already sleeps on.
+
+    Attributes:
+        engine: Its handle.
+        store: The root of the store that gets the packs. ``None``: the store that was probed, else one in the
+            engine's run directory, which ends with the engine.
+        quiesce_timeout_s: How long requests in flight may take to end, s.
+        timeout_s: How long writing may take, s.
+    """
+
+    engine: EngineHandle = field(kw_only=False, validator=_handle)
+    store: str | None = field(default=None, converter=optional_absolute)
+    quiesce_timeout_s: float = field(default=60.0, validator=_positive)
+    timeout_s: float = field(default=600.0, validator=_positive)
+
+
+def _optional_texts(value: Iterable[str] | None) -> tuple[str, ...] | None:
+    # A text is a sequence of texts too: each letter of it would be a tag.
+    return None if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def _tags(_instance: object, _attribute: object, value: tuple[str, ...] | None) -> None:
+    if value is not None and (not value or not set(value) <= set(TAGS) or len(set(value)) != len(value)):
+        raise PolicyError([("$.tags", f"expected some of {', '.join(TAGS)}, found {value}")], what="operation")
+
+
+@frozen(kw_only=True)
+class Wake:
+    """Bring the memory of a sleeping engine back; once all of it is there, requests are let in again.
+
+    An engine that is awake stays so.
+
+    Attributes:
+        engine: Its handle.
+        tags: ``weights`` or ``kv_cache`` alone; ``None``: both.
+        timeout_s: How long it may take, s.
+    """
+
+    engine: EngineHandle = field(kw_only=False, validator=_handle)
+    tags: tuple[str, ...] | None = field(default=None, converter=_optional_texts, validator=_tags)
+    timeout_s: float = field(default=600.0, validator=_positive)
+
+
+@frozen(kw_only=True)
+class Status:
+    """Ask a living engine how it is: awake or asleep, its memory by region, its requests.
+
+    Attributes:
+        engine: Its handle.
+        timeout_s: How long its ranks may take to answer, s.
+    """
+
+    engine: EngineHandle = field(kw_only=False, validator=_handle)
+    timeout_s: float = field(default=10.0, validator=_positive)
 
 
 def _opened(_instance: object, _attribute: object, value: Any) -> None:
@@ -283,7 +261,7 @@ class Verify:
 
     artifact: ArtifactLike = field(kw_only=False, validator=_opened)
     verify: Literal["evidence", "full"] | None = None
-    store: str | None = field(default=None, converter=_optional_absolute)
+    store: str | None = field(default=None, converter=optional_absolute)
 
     def __attrs_post_init__(self) -> None:
         if self.verify not in ("evidence", "full", None):
@@ -302,8 +280,8 @@ class Delete:
     """
 
     artifact: ArtifactLike = field(kw_only=False, validator=_opened)
-    store: str | None = field(default=None, converter=_optional_absolute)
-    roots: tuple[str, ...] = field(default=(), converter=_absolute_each)
+    store: str | None = field(default=None, converter=optional_absolute)
+    roots: tuple[str, ...] = field(default=(), converter=absolute_each)
     dry_run: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -331,7 +309,7 @@ class Publish:
     """
 
     artifact: ArtifactLike = field(kw_only=False, validator=_opened)
-    store: str | None = field(default=None, converter=_optional_absolute)
+    store: str | None = field(default=None, converter=optional_absolute)
     repository: str | None = None
     endpoint: str | None = None
     create: bool = False
@@ -352,4 +330,4 @@ class Publish:
             raise PolicyError(problems, what="operation")
 
 
-Operation = Launch | Capture | Restore | Stop | Verify | Delete | Publish
+Operation = Launch | Capture | Restore | Stop | Sleep | Wake | Status | Verify | Delete | Publish

@@ -184,6 +184,22 @@ class Timeline:
         return figure
 
 
+def _part(receipt: Receipt) -> Mapping[str, float]:
+    """Return which part of a restore a receipt is about, with its time, s."""
+    match receipt.step:
+        case "thaw":
+            return {"criu": receipt.seconds}
+        case "restore-cuda" | "unlock-cuda":
+            return {"cuda": receipt.seconds}
+        case "hydrate":
+            kv = float(receipt.details.get("kv_cache_s", 0.0))
+            return {"hydrate": receipt.seconds - kv, "kv": kv}
+        case "answer":
+            return {"request": receipt.seconds}
+        case _:
+            return {}
+
+
 @define(kw_only=True, repr=False)
 class Report:
     """What ``execute`` returns, and what a StepError carries.
@@ -234,6 +250,18 @@ class Report:
                 return receipt
         raise KeyError(step)
 
+    @property
+    def split(self) -> Mapping[str, float]:
+        """Where the time of a restore went, s: ``criu``, ``cuda``, ``hydrate``, ``kv``, ``request``; what it had.
+
+        They do not add up to ``answer_s``: admission and staging are in none of them, and some ran beside others.
+        """
+        parts: dict[str, float] = {}
+        for receipt in self.receipts:
+            for part, seconds in _part(receipt).items():
+                parts[part] = parts.get(part, 0.0) + seconds
+        return parts if self.operation == "restore" else {}
+
     def to_json(self) -> str:
         """Return everything but the engine handle as JSON text."""
         data = {
@@ -242,6 +270,7 @@ class Report:
             "state": self.state,
             "seconds": self.timeline.seconds,
             "answer_s": self.answer_s,
+            "split": dict(self.split),
             "artifact": None if self.artifact is None else str(self.artifact),
             "engine": None if self.engine is None else str(self.engine.run_dir),
             "workload": self.workload,

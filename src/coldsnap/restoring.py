@@ -14,20 +14,20 @@ from coldsnap.artifact import Artifact, Target
 from coldsnap.artifact.evidence import hash_file
 from coldsnap.artifact.held import reading
 from coldsnap.artifact.private import open_private, read_small
-from coldsnap.capturing import ENVIRONMENT, SPEC
+from coldsnap.capturing import ENVIRONMENT
 from coldsnap.describe import target_engine
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Answer, Question, compare
 from coldsnap.engines.environment import environment_still_is
-from coldsnap.engines.specs import EngineRecord, spec_from_text, spec_to_text
+from coldsnap.engines.specs import COMMAND, SPEC, EngineRecord, spec_from_text, spec_to_text
 from coldsnap.errors import AdmissionError, CompatibilityError, IntegrityError
+from coldsnap.hydrating import require_awake
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, read_directive, write_directive
 from coldsnap.keeper.rundir import new_name, run_dir_for
 from coldsnap.keeper.undo import KILL
 from coldsnap.policy import Compatibility
 from coldsnap.receipts import Receipt
-from coldsnap.sealing import COMMAND
 from coldsnap.session import Session
 from coldsnap.steps import AdmitArtifact, CompareAnswer, Reconnect, StageCapsule, StartKeeper, ThawTree, VerifyFiles
 from coldsnap.transfer.native import packaged
@@ -126,7 +126,10 @@ def stage(session: Session, step: StageCapsule) -> Receipt:
     (capsule,) = opened.descriptor.capsule.units
     endpoint = Endpoint(host=step.address, port=step.port)
     abi = opened.descriptor.engine.plugin_abi
-    write_directive(keeper.rank_dir, Directive.new(operation="restore", endpoint=endpoint, plugin_abi=abi))
+    write_directive(
+        keeper.rank_dir,
+        Directive.new(operation="restore", endpoint=endpoint, plugin_abi=abi, provider=session.provider),
+    )
     (captured,) = (listener for listener in capsule.listeners if listener.role == "api")
     rebind = n610.Rebind(port=captured.port, to_port=step.port, to_address=step.address)
     session.staged = staged = n610.stage_tree(keeper, opened.path / capsule.path, rebind=rebind)
@@ -168,6 +171,8 @@ def compare_answer(session: Session, step: CompareAnswer) -> Receipt:
     """Ask what was asked at capture; the engine is ready when it answers the same."""
     opened = session.need(session.artifact, "an artifact")
     captured = opened.descriptor.acceptance
+    if session.provider == "native":
+        require_awake(session)
     session.ranks.reset_prefix_cache()
     asked_ns = session.report.timeline.now_ns()
     question = Question(prompt=captured.prompt, max_tokens=captured.max_tokens)

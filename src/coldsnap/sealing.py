@@ -6,28 +6,25 @@ The one rule: nothing is found out here; whatever is written was seen by a step 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from coldsnap import artifact as format9
-from coldsnap.describe import compatibility_unit, described_engine, short_name
+from coldsnap.describe import compatibility_unit, described_engine, described_model
 from coldsnap.drivers import n610, sequence
-from coldsnap.engines.specs import EngineRecord, spec_to_text
+from coldsnap.engines.specs import COMMAND, EngineRecord, spec_to_text
 from coldsnap.host.contracts import CONTRACTS
 from coldsnap.host.facts import HostFacts
 from coldsnap.host.secrets import secret_names
 from coldsnap.receipts import Receipt
+from coldsnap.releasing import WEIGHTS, describe_weights, require_outside
 from coldsnap.session import Session
-from coldsnap.steps import CommitArtifact, SealArtifact
+from coldsnap.steps import CommitArtifact, ReleaseWeights, SealArtifact
 
-__all__ = ["CAPSULE", "COMMAND", "commit", "descriptor", "seal"]
+__all__ = ["CAPSULE", "commit", "descriptor", "seal"]
 
 UNIT = "unit-0"
 CAPSULE = f"capsule/{UNIT}"
-COMMAND = "command"
-"""The keeper's label with argv, environment and cwd of the engine."""
 
 
 def seal(session: Session, step: SealArtifact) -> Receipt:
@@ -38,9 +35,22 @@ def seal(session: Session, step: SealArtifact) -> Receipt:
     )
     path = writer.directory(CAPSULE) / "engine.json"
     path.write_text(record.to_text())
-    session.sealed = writer.seal(CAPSULE)
-    total = sum(file.bytes for file in session.sealed)
-    return Receipt(step=step.id, effective=f"{len(session.sealed)} files", bytes=total)
+    session.sealed = files = writer.seal(CAPSULE)
+    looked_for = 0
+    if session.released:
+        store = session.plan["release"]
+        assert isinstance(store, ReleaseWeights)  # noqa: S101 - nothing else fills ``released``
+        looked_for = require_outside(session, store.store, [writer.path / file.path for file in files])
+        weights = writer.seal(WEIGHTS)
+        session.weights = describe_weights(session, {file.path: file for file in weights}, store.store)
+        files += weights
+    return Receipt(
+        step=step.id,
+        effective=f"{len(files)} files",
+        reason=f"{looked_for} samples of the weights are not in the image" if looked_for else "",
+        bytes=sum(file.bytes for file in files),
+        details={"samples": looked_for},
+    )
 
 
 def commit(session: Session, step: CommitArtifact) -> Receipt:
@@ -65,7 +75,7 @@ def descriptor(session: Session) -> format9.Descriptor:
     now = time.time_ns()
     requires = format9.Requires(features=tuple(sorted(CONTRACTS["n610"].features)) if host.gpus else ())
     return format9.Descriptor(
-        capture_id=f"{short_name(engine.model.rsplit('/', 1)[-1])}-{now // 1_000_000:x}",
+        capture_id=session.name_capture(),
         created_unix_ns=now,
         plan_digest=plan.digest,
         snapshot_driver=format9.SnapshotDriver(
@@ -77,7 +87,7 @@ def descriptor(session: Session) -> format9.Descriptor:
         engine=described_engine(
             engine,
             session.need(session.environment, "an environment"),
-            _model(session),
+            described_model(session.need(session.model, "a model")),
             argv=command["argv"],
             environ=command["environment"],
             redacted=secret_names(command["environment"]),
@@ -93,6 +103,7 @@ def descriptor(session: Session) -> format9.Descriptor:
         ),
         capsule=format9.Capsule(units=(_capsule(session, dumped),)),
         graph=_graph(session),
+        weights=session.weights or format9.Weights(),
         acceptance=format9.Acceptance(
             prompt=question.prompt, max_tokens=question.max_tokens, text=answer.text, token_ids=answer.token_ids
         ),
@@ -136,14 +147,4 @@ def _graph(session: Session) -> format9.Graph:
         policy_requested=decision.requested,
         policy_effective=decision.effective,
         decision="single_worker_graphs_retained" if decision.effective == "kept" else "no_graphs",
-    )
-
-
-def _model(session: Session) -> format9.Model:
-    model = session.need(session.model, "a model")
-    local = model.kind == "local"
-    return format9.Model(
-        id=Path(model.model).name if local else model.model,
-        revision=model.revision,
-        path=os.path.abspath(model.model) if local else None,
     )

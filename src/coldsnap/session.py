@@ -7,13 +7,16 @@ the one that keeps the workload alive.
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from attrs import define, field
+from attrs import define, field, frozen
 
-from coldsnap.artifact import Artifact, ArtifactWriter, FileRecord
+from coldsnap.artifact import Artifact, ArtifactWriter, FileRecord, Weights
+from coldsnap.describe import short_name
 from coldsnap.drivers.cuda import CudaHelper
 from coldsnap.drivers.n610 import DumpedTree, StagedTree, ThawedTree
 from coldsnap.engines.acceptance import Answer, Question
@@ -30,10 +33,36 @@ from coldsnap.keeper.rundir import is_full
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
 from coldsnap.plan import Plan
 from coldsnap.receipts import Report
+from coldsnap.transfer.prefetch import Prefetch
 
-__all__ = ["Session"]
+__all__ = ["Released", "Session"]
 
 T = TypeVar("T")
+
+
+@frozen(kw_only=True)
+class Released:
+    """What one worker wrote when it gave its memory away.
+
+    Attributes:
+        rank: ``role.pid``.
+        directory: Of residual and manifests, in the artifact.
+        manifest_sha256: Digest of the native manifest.
+        pack_sha256: Digest of the pack.
+        pack_bytes: Its size.
+        new_pack_bytes: How many of its bytes were not in the store before.
+        residual_bytes: Size of the residual.
+        seconds: How long it took, s.
+    """
+
+    rank: str
+    directory: str
+    manifest_sha256: str
+    pack_sha256: str
+    pack_bytes: int
+    new_pack_bytes: int
+    residual_bytes: int
+    seconds: float
 
 
 @define(kw_only=True)
@@ -47,6 +76,10 @@ class Session:
         keeper: The keeper, while an operation of this execution is in flight there.
         keeper_pid: Its pid as this process sees it, also after the hand-over; for fault points.
         interrupted: Whether the caller does not want to wait any more.
+        released: By worker, what a capture has written outside the image.
+        weights: The same in the format's words, once it is sealed.
+        prefetches: What is being read ahead.
+        capture_id: Of the artifact in the making.
         key: Lets the acceptance request of a restore in, before the engine is open to others.
     """
 
@@ -65,10 +98,14 @@ class Session:
     writer: ArtifactWriter | None = None
     dumped: DumpedTree | None = None
     sealed: tuple[FileRecord, ...] = ()
+    released: Mapping[str, Released] = field(factory=dict)
+    weights: Weights | None = None
+    prefetches: list[Prefetch] = field(factory=list)
     artifact: Artifact | None = None
     staged: StagedTree | None = None
     thawed: ThawedTree | None = None
     cuda: CudaHelper | None = None
+    capture_id: str = ""
     key: str = field(factory=lambda: secrets.token_hex(16))
     stack: ExitStack = field(factory=ExitStack)
 
@@ -90,6 +127,13 @@ class Session:
     def interrupt(self) -> None:
         """Let the waits of running steps come to an end."""
         self.interrupted = True
+
+    def name_capture(self) -> str:
+        """Return the name of the capture: the manifests of a release have it before the descriptor does."""
+        if not self.capture_id:
+            name = short_name(self.spec.model.rsplit("/", 1)[-1])
+            self.capture_id = f"{name}-{time.time_ns() // 1_000_000:x}"
+        return self.capture_id
 
     @property
     def living(self) -> Keeper:
@@ -115,6 +159,11 @@ class Session:
     def gpu(self) -> bool:
         """Return whether the host has a GPU."""
         return bool(self.need(self.host, "the host's facts").gpus)
+
+    @property
+    def provider(self) -> Literal["image", "native"]:
+        """Return where the weights of the opened artifact come from."""
+        return "native" if self.need(self.artifact, "an artifact").descriptor.weights.kind == "packs" else "image"
 
     def ended(self) -> str | None:
         """Say how the engine ended, or None while it lives: what a wait looks at between two polls."""

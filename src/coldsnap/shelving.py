@@ -18,6 +18,7 @@ __all__ = [
     "OpenArtifact",
     "PublishPacks",
     "PushArtifact",
+    "ShelvingStep",
     "VerifyArtifact",
 ]
 
@@ -98,3 +99,8 @@ class PushArtifact(BaseStep):
     phase: ClassVar[Phase] = "PUBLISH"
     reference: str
     insecure: bool
+
+
+ShelvingStep = (
+    OpenArtifact | VerifyArtifact | AdmitDeletion | DeleteArtifact | CollectPacks | PublishPacks | PushArtifact
+)

@@ -10,6 +10,17 @@ from typing import ClassVar, Literal, get_args
 
 from attrs import frozen
 
+from coldsnap.moving import (
+    AdmitPacks,
+    HydrateWeights,
+    InspectEngine,
+    MovingStep,
+    PrefetchWeights,
+    ReleaseWeights,
+    SleepEngine,
+    VerifyPacks,
+    WakeEngine,
+)
 from coldsnap.phases import BaseStep, Phase
 from coldsnap.shelving import (
     AdmitDeletion,
@@ -18,6 +29,7 @@ from coldsnap.shelving import (
     OpenArtifact,
     PublishPacks,
     PushArtifact,
+    ShelvingStep,
     VerifyArtifact,
 )
 
@@ -27,6 +39,7 @@ __all__ = [
     "AdmitEngine",
     "AdmitHost",
     "AdmitOutput",
+    "AdmitPacks",
     "AdmitPlacement",
     "AttachEngine",
     "AwaitReady",
@@ -37,19 +50,24 @@ __all__ = [
     "DeleteArtifact",
     "DumpTree",
     "HandOver",
+    "HydrateWeights",
+    "InspectEngine",
     "LaunchEngine",
     "LockCuda",
     "OpenArtifact",
     "Phase",
+    "PrefetchWeights",
     "PublishPacks",
     "PushArtifact",
     "Quiesce",
     "Reconnect",
     "RecordAnswer",
+    "ReleaseWeights",
     "RestoreCuda",
     "ResumeEngine",
     "SealArtifact",
     "SettleWorkload",
+    "SleepEngine",
     "StageCapsule",
     "StartKeeper",
     "Step",
@@ -58,6 +76,8 @@ __all__ = [
     "UnlockCuda",
     "VerifyArtifact",
     "VerifyFiles",
+    "VerifyPacks",
+    "WakeEngine",
 ]
 
 
@@ -370,13 +390,8 @@ Step = (
     | CompareAnswer
     | HandOver
     | StopEngine
-    | OpenArtifact
-    | VerifyArtifact
-    | AdmitDeletion
-    | DeleteArtifact
-    | CollectPacks
-    | PublishPacks
-    | PushArtifact
+    | ShelvingStep
+    | MovingStep
 )
 
 STEP_CLASSES: dict[str, type[Step]] = {cls.__name__: cls for cls in get_args(Step)}

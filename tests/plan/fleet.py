@@ -1,5 +1,6 @@
 """Machines, engines and artifacts that never change, so that plans made of them are the same everywhere."""
 
+import json
 from pathlib import Path
 
 from attrs import evolve
@@ -8,6 +9,7 @@ from coldsnap import artifact as format9
 from coldsnap.artifact import Artifact
 from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, WorkerWeights
 from coldsnap.describe import compatibility_unit
+from coldsnap.engines.specs import COMMAND, RELEASING, SPEC, spec_to_text
 from coldsnap.engines.vllm import VLLM
 from coldsnap.host.contracts import FEATURES
 from coldsnap.host.facts import (
@@ -25,6 +27,7 @@ from coldsnap.host.facts import (
 )
 from coldsnap.keeper.directive import FORMAT, PLUGIN_ABI
 from coldsnap.operation import Capture, Launch, Restore, local
+from coldsnap.testing.reference import ReferenceEngine
 
 DIGEST = "sha256:" + "ab" * 32
 OUTPUT = "/artifacts/tiny"
@@ -109,6 +112,11 @@ class Handle:
 
     run_dir = Path("/run/coldsnap/tiny")
 
+    @property
+    def labels(self):
+        """What its launch has written down."""
+        return {SPEC: spec_to_text(engine()), COMMAND: json.dumps({"environment": RELEASING})}
+
 
 def engine(**changes):
     """The engine of every plan here."""
@@ -121,6 +129,11 @@ def engine(**changes):
         ),
         **changes,
     )
+
+
+def reference(**changes):
+    """The engine of the tests, with weights that can leave it."""
+    return ReferenceEngine(python="/opt/torch/bin/python", weights="/models/tiny.safetensors", **changes)
 
 
 def captured_on(host, **changes):
@@ -169,7 +182,7 @@ def captured_on(host, **changes):
     return Artifact(Path(OUTPUT), evolve(document, **changes), DIGEST)
 
 
-def with_packs(host):
+def with_packs(host, **changes):
     """The same artifact as if its weights had been put into a pack."""
     listed = {
         name: format9.FileRecord(path=f"weights/worker-0/{name}", bytes=4096, sha256=DIGEST)
@@ -189,7 +202,7 @@ def with_packs(host):
             ),
         ),
     )
-    return captured_on(host, weights=weights)
+    return captured_on(host, weights=weights, **changes)
 
 
 def launch(**options):

@@ -11,11 +11,13 @@ import fleet
 from attrs import evolve
 
 from coldsnap.errors import AdmissionError
-from coldsnap.operation import Delete, Publish, Stop, Verify
-from coldsnap.policy import Policy, Process
+from coldsnap.operation import Delete, Publish, Sleep, Status, Stop, Verify, Wake
+from coldsnap.policy import IO, Policy, Process, Weights
 from coldsnap.resolve import resolve
 
 PUBLISH = partial(Publish, store="/store", repository="team/packs", reference="registry.example/team/tiny:v1")
+IMAGE = Policy(weights=Weights(mode="image"))
+GDS = Policy(weights=Weights(mode="native"), io=IO(hydration_backend="gds", verify_mode="preverified"))
 HOST_NAMESPACE = Policy(process=Process(namespace="host"))
 
 
@@ -41,13 +43,20 @@ def texts():
         "launch": _plan(Policy(), fleet.launch(), cpu),
         "capture": _plan(Policy(), fleet.capture(), cpu),
         "capture-gpu": _plan(Policy(), fleet.capture(), gpu),
+        "capture-gpu-image": _plan(IMAGE, fleet.capture(store="/store"), gpu),
+        "capture-host-memory": _plan(Policy(), fleet.capture(spec=fleet.reference(), store="/store", then="keep"), cpu),
         "capture-handle": _plan(Policy(), fleet.capture_handle(then="keep"), cpu),
         "capture-handle-gpu": _plan(Policy(), fleet.capture_handle(then="keep"), gpu),
         "capture-host-namespace": _plan(HOST_NAMESPACE, fleet.capture(), cpu),
         "restore": _plan(Policy(), fleet.restore(captured_cpu), cpu),
-        "restore-gpu": _plan(Policy(), fleet.restore(captured_gpu), gpu),
+        "restore-gpu": _plan(Policy(), fleet.restore(fleet.with_packs(gpu)), gpu),
+        "restore-gpu-gds": _plan(GDS, fleet.restore(fleet.with_packs(gpu), store="/store"), gpu),
+        "restore-gpu-image": _plan(Policy(), fleet.restore(captured_gpu), gpu),
         "restore-host-namespace": _plan(HOST_NAMESPACE, fleet.restore(in_host), cpu),
         "stop": _plan(Policy(), Stop(fleet.Handle()), cpu),
+        "sleep": _plan(Policy(), Sleep(fleet.Handle()), gpu),
+        "wake": _plan(Policy(), Wake(fleet.Handle(), tags=("weights",)), gpu),
+        "status": _plan(Policy(), Status(fleet.Handle()), cpu),
         "verify": _plan(Policy(), Verify(captured_cpu), cpu),
         "verify-full": _plan(Policy(), Verify(fleet.with_packs(cpu), verify="full", store="/store"), cpu),
         "delete": _plan(Policy(), Delete(fleet.with_packs(cpu), store="/store", roots=("/artifacts",)), cpu),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coldsnap.behaviour import ANY, WORKING
 from coldsnap.errors import FormatError
-from coldsnap.operation import Delete, Publish, Stop, Verify
+from coldsnap.operation import Delete, Publish, Sleep, Stop, Verify, Wake
 from coldsnap.plan import Barrier, Plan
 from coldsnap.policy import Policy, leaves
 from coldsnap.receipts import Receipt, Report
@@ -30,8 +30,9 @@ def working_policies():
     values = {
         path: leaf_values(rows[path]) if working is ANY else st.sampled_from(working)
         for path, working in WORKING.items()
-        if path != "weights.recovery.enabled"  # its value needs weights.mode = "image" beside it
+        if path != "weights.recovery.enabled"  # its value needs another weights.mode beside it
     }
+    values["io.hydration_backend"] = st.sampled_from(["auto", "python", "buffered", "direct"])  # gds needs more
     return st.fixed_dictionaries({}, optional=values).map(lambda changes: Policy().evolve(**changes))
 
 
@@ -39,7 +40,14 @@ def working_policies():
 def resolved_plans(draw):
     host, policy = draw(HOSTS), draw(working_policies()).evolve(**{"compatibility.driver": "release"})
     namespace = policy.process.namespace
-    artifact = fleet.captured_on(host, namespace=namespace, run_dir="/run/coldsnap/tiny/rank")
+    captured = fleet.captured_on
+    if host.gpus and policy.weights.mode == "native":
+        captured = fleet.with_packs
+    elif not host.gpus or policy.weights.mode == "image":
+        # Nothing leaves the image there, so that nothing can be asked to.
+        mode = "image" if policy.weights.mode == "image" else "auto"
+        policy = policy.evolve(**{"weights.mode": mode, "process.discard": None})
+    artifact = captured(host, namespace=namespace, run_dir="/run/coldsnap/tiny/rank")
     operation = draw(
         st.one_of(
             st.builds(fleet.launch, name=NAMES, ready_timeout_s=TIMES_S),
@@ -53,6 +61,8 @@ def resolved_plans(draw):
             st.builds(lambda plain: Publish(artifact, reference="registry/x:v1", insecure=plain), st.booleans()),
         )
     )
+    if host.gpus and policy.weights.mode != "image" and draw(st.booleans()):
+        operation = draw(st.sampled_from([Sleep(fleet.Handle()), Wake(fleet.Handle(), tags=["kv_cache"])]))
     return resolve(policy, operation, fleet.facts(host))
 
 

@@ -12,7 +12,6 @@ from coldsnap.steps import (
     DumpTree,
     LockCuda,
     RestoreCuda,
-    ResumeEngine,
     StageCapsule,
     Step,
     ThawTree,
@@ -38,7 +37,7 @@ def capture_steps(
 ) -> tuple[Step, ...]:
     """Return the steps from a quiet engine to a process image.
 
-    The image is there after ``dump``; with ``leave="running"`` the engine serves again after ``resume``.
+    The image is there after ``dump``; with ``leave="running"`` the processes run as before after the last step.
     """
     cuda: tuple[Step, ...] = ()
     if devices:
@@ -50,15 +49,14 @@ def capture_steps(
     dump = DumpTree(id="dump", after=(after,), unit=unit, criu=criu, leave=leave, timeout_s=timeout_s)
     if leave == "stopped":
         return (*cuda, dump)
-    after, back = "dump", tuple[Step, ...]()
+    back: tuple[Step, ...] = ()
     if devices:
         # The processes run after the dump, but their device memory is still in host memory.
         back = (
             RestoreCuda(id="restore-cuda", after=("dump",), devices=devices, timeout_s=timeout_s),
             UnlockCuda(id="unlock-cuda", after=("restore-cuda",), timeout_s=CUDA_TIMEOUT_S),
         )
-        after = "unlock-cuda"
-    return (*cuda, dump, *back, ResumeEngine(id="resume", after=(after,)))
+    return (*cuda, dump, *back)
 
 
 def restore_steps(

@@ -3,6 +3,7 @@
 ::
 
     spec.refusals(gpu=…)                      pure: what this library cannot do with what the user wrote
+    spec.memory_provider(gpu=…)               pure: whether its weights can leave the process
     spec.identify(environ)                    reads the model's files: what exactly is being served
     inspect_environment(spec.python, …)       one short process: what the engine's interpreter has installed
     spec.admit(environment)                   refuses an environment that cannot be captured
@@ -19,7 +20,7 @@ to a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from attrs import frozen
 
@@ -30,7 +31,9 @@ from coldsnap.engines.model import ModelIdentity
 from coldsnap.errors import AdmissionError, UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
-__all__ = ["Engine", "LaunchCommand", "raise_refusals"]
+__all__ = ["Engine", "LaunchCommand", "MemoryProviderName", "raise_refusals"]
+
+MemoryProviderName: TypeAlias = Literal["host", "cuda"]
 
 
 @frozen(kw_only=True)
@@ -83,6 +86,16 @@ class Engine(Protocol):
 
     def eager(self) -> Engine:
         """Return the same engine without CUDA graphs."""
+
+    def memory_provider(self, *, gpu: bool) -> MemoryProviderName | None:
+        """Return whose allocations its weights can lie in, ``None`` when in nobody's.
+
+        A provider's allocations keep their addresses while their contents go and come back. Launched with
+        ``specs.RELEASING`` in its environment, its ranks answer ``release``, ``hydrate`` and ``memory``.
+
+        Args:
+            gpu: Whether it is placed on a GPU.
+        """
 
     def refusals(self, *, gpu: bool) -> tuple[UnsupportedError, ...]:
         """Return what this library cannot do with this specification, without looking at the machine."""

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import field, frozen
 
 from coldsnap.errors import EngineError
-from coldsnap.keeper.control import request_control
+from coldsnap.keeper.control import request_control, request_each
 
 __all__ = ["RankAddress", "Ranks"]
 
@@ -155,6 +155,68 @@ class Ranks:
             StepTimeout: It did not answer.
         """
         self._front("reset_prefix_cache", timeout_s=timeout_s)
+
+    def memory(self, *, timeout_s: float = 30.0) -> Mapping[str, Mapping[str, Any]]:
+        """Ask every rank that has memory that can be released how it is.
+
+        Returns:
+            ``{"worker.640": {"state": …, "worker": …, "regions": {…}, "generation": …}}``; empty when none has.
+
+        Raises:
+            EngineError: There is no rank, or one refused.
+            StepTimeout: One did not answer.
+        """
+        replies = self._all("memory", timeout_s=timeout_s)
+        return {rank: reply for rank, reply in replies.items() if not reply.get("skipped")}
+
+    def workers(self, *, timeout_s: float = 30.0) -> Mapping[str, str]:
+        """Return the worker behind each rank that has memory that can be released.
+
+        Returns:
+            ``{"worker.640": "worker-0"}``.
+
+        Raises:
+            EngineError: There is none, or several do not say which they are.
+            StepTimeout: One did not answer.
+        """
+        found = {rank: str(reply.get("worker") or "") for rank, reply in self.memory(timeout_s=timeout_s).items()}
+        if len(found) == 1:
+            return {rank: worker or "worker-0" for rank, worker in found.items()}
+        if not found:
+            raise EngineError("no rank of the engine has memory that can be released: look for 'coldsnap' in its log")
+        if not all(found.values()) or len(set(found.values())) != len(found):
+            raise EngineError(f"the ranks {', '.join(sorted(found))} do not say which worker each of them is")
+        return found
+
+    def release(
+        self, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Have workers write their weights and give the memory away; only while the engine is quiet.
+
+        Args:
+            requests: By rank; docs/weights.md has the fields.
+            timeout_s: For all, s.
+
+        Raises:
+            EngineError: One could not; what it has not given away is as before.
+            StepTimeout: One did not answer.
+        """
+        return request_each(self.directory, "release", requests, timeout_s=timeout_s, ended=self.ended)
+
+    def hydrate(
+        self, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Have workers map their memory again and fill it; what is awake stays as it is.
+
+        Args:
+            requests: By rank; docs/weights.md has the fields.
+            timeout_s: For all, s.
+
+        Raises:
+            EngineError: One could not, or its bytes were not the captured ones.
+            StepTimeout: One did not answer.
+        """
+        return request_each(self.directory, "hydrate", requests, timeout_s=timeout_s, ended=self.ended)
 
     def status(self, *, timeout_s: float = 10.0) -> Mapping[str, Any]:
         """Return ``unfinished`` and ``held`` (numbers of requests), ``open`` (the door) and ``quiesced``.

@@ -6,6 +6,7 @@ The one rule: a kind is found by its registered name, never by an import path th
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 from attrs import frozen
@@ -15,7 +16,24 @@ from coldsnap.engines.base import Engine
 from coldsnap.engines.environment import EngineEnvironment
 from coldsnap.errors import AdmissionError, FormatError
 
-__all__ = ["EngineRecord", "register", "spec_from_text", "spec_to_text"]
+__all__ = [
+    "COMMAND",
+    "RELEASING",
+    "SPEC",
+    "EngineRecord",
+    "register",
+    "spec_from_text",
+    "spec_of_running",
+    "spec_to_text",
+    "was_launched_releasing",
+]
+
+SPEC = "spec"
+"""The keeper's label with the specification of its engine."""
+COMMAND = "command"
+"""The keeper's label with argv, environment and cwd of the engine."""
+RELEASING = {"COLDSNAP_EXPORT_MODEL_PAYLOAD": "1"}
+"""What the environment of a launch has so that weights can leave the process later."""
 
 T = TypeVar("T")
 
@@ -55,6 +73,23 @@ def spec_from_text(text: str) -> Engine:
             f"the engine kind {kind!r} is not known here (known: {known}); import the module that defines it"
         )
     return cast("Engine", record.read(_KINDS[kind], data, path="spec"))
+
+
+def spec_of_running(labels: Mapping[str, str], *, run_dir: object) -> Engine:
+    """Return the specification of a running engine, from what was written down when it was started.
+
+    Raises:
+        AdmissionError: Nothing was: it was not launched or restored by a plan.
+    """
+    if SPEC not in labels:
+        raise AdmissionError(f"the engine in {run_dir} was not started by a plan: nobody wrote down what it is")
+    return spec_from_text(labels[SPEC])
+
+
+def was_launched_releasing(labels: Mapping[str, str]) -> bool:
+    """Tell whether a running engine was launched so that its weights can leave it."""
+    environment: dict[str, str] = json.loads(labels.get(COMMAND, "{}")).get("environment", {})
+    return RELEASING.items() <= environment.items()
 
 
 @frozen(kw_only=True)

@@ -18,7 +18,7 @@ from coldsnap.errors import ColdSnapError, StepTimeout
 from coldsnap.keeper import layout
 from coldsnap.keeper.connection import ANSWER_S, Connection, connect, start
 from coldsnap.keeper.directive import DIRECTIVE_VARIABLE
-from coldsnap.keeper.operations import HELPER_GRACE_S
+from coldsnap.keeper.operations import HELPER_GRACE_S, HYDRATE_TIMEOUT_S
 from coldsnap.keeper.rundir import require_room
 from coldsnap.keeper.status import Exit, Interrupted, Process, Status, read_status
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
@@ -180,13 +180,14 @@ class Keeper:
     def abort(self) -> tuple[str, ...]:
         """Undo the operation now.
 
-        Helpers of the operation get 20 s to roll back, from when their sockets close: close them first.
+        Helpers of the operation get 20 s to roll back, from when their sockets close: close them first. Weights that
+        were given away take as long as reading them takes.
 
         Returns:
             What was done.
         """
         self._operation = None
-        return tuple(self._connection.ask("abort", deadline_s=HELPER_GRACE_S + ANSWER_S)["undone"])
+        return tuple(self._connection.ask("abort", deadline_s=HELPER_GRACE_S + HYDRATE_TIMEOUT_S + ANSWER_S)["undone"])
 
     @contextlib.contextmanager
     def operation(self, name: str, undo: Sequence[Undo] = ()) -> Iterator[None]:

@@ -31,7 +31,7 @@ def ask(
     roles: Sequence[str] | None = None,
     ended: Callable[[], str | None] = lambda: None,
 ) -> dict[str, dict[str, Any] | str]:
-    """Ask every rank that listens.
+    """Ask every rank that listens the same.
 
     Args:
         control_fd: The directory of the sockets.
@@ -43,11 +43,31 @@ def ask(
     Returns:
         For each socket, named ``role.pid``, the reply, or a sentence about why there is none.
     """
+    return ask_each(control_fd, dict.fromkeys(_names(control_fd, roles), request), timeout_s, ended)
+
+
+def ask_each(
+    control_fd: int,
+    requests: Mapping[str, Mapping[str, Any]],
+    timeout_s: float,
+    ended: Callable[[], str | None] = lambda: None,
+) -> dict[str, dict[str, Any] | str]:
+    """Ask ranks by name, each its own.
+
+    Args:
+        control_fd: The directory of the sockets.
+        requests: By ``role.pid``.
+        timeout_s: For all of them together.
+        ended: As for :func:`ask`.
+
+    Returns:
+        As :func:`ask`.
+    """
     end = time.monotonic() + timeout_s
     answers: dict[str, dict[str, Any] | str] = {}
     waiting: dict[int, tuple[str, socket.socket]] = {}
     try:
-        for name in _names(control_fd, roles):
+        for name, request in requests.items():
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             waiting[connection.fileno()] = name, connection
             try:
@@ -137,6 +157,45 @@ def request_control(
         answers = ask(control_fd, {"op": op, "timeout_s": timeout_s, **arguments}, timeout_s + _MARGIN_S, roles, ended)
     finally:
         os.close(control_fd)
+    return _insist(rank_dir, op, answers, timeout_s)
+
+
+def request_each(
+    rank_dir: str | os.PathLike[str],
+    op: str,
+    arguments: Mapping[str, Mapping[str, Any]],
+    *,
+    timeout_s: float,
+    ended: Callable[[], str | None] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Ask ranks by name to do something, each with arguments of its own, and insist on an answer from each.
+
+    Args:
+        rank_dir: The run directory's ``rank``.
+        op: See docs/architecture.md, "Directive and control".
+        arguments: Of the operation, by ``role.pid``.
+        timeout_s: Deadline for all; also sent to the ranks.
+        ended: As for :func:`ask`.
+
+    Returns:
+        The reply of each rank, by ``role.pid``.
+
+    Raises:
+        StepTimeout: Some did not answer; named.
+        EngineError: Some refused, or no longer listen; with their sentences.
+    """
+    requests = {name: {"op": op, "timeout_s": timeout_s, **own} for name, own in arguments.items()}
+    control_fd = os.open(os.path.join(rank_dir, layout.CONTROL), layout.DIRECTORY)
+    try:
+        answers = ask_each(control_fd, requests, timeout_s + _MARGIN_S, ended)
+    finally:
+        os.close(control_fd)
+    return _insist(rank_dir, op, answers, timeout_s)
+
+
+def _insist(
+    rank_dir: str | os.PathLike[str], op: str, answers: Mapping[str, dict[str, Any] | str], timeout_s: float
+) -> dict[str, dict[str, Any]]:
     replies = {
         name: answer for name, answer in answers.items() if isinstance(answer, dict) and answer.get("ok") is True
     }

@@ -23,6 +23,7 @@ from coldsnap.keeper.tree import Tree, describe, read
 
 HELPER_GRACE_S = 20.0
 CONTROL_TIMEOUT_S = 5.0
+HYDRATE_TIMEOUT_S = 600.0  # of a whole model, from a slow disk; nothing but this brings the workload back
 _LONGEST_WAIT_S = 86400.0
 _FIRST_FD, _LAST_FD = 3, 256
 _SIGNALS = 65
@@ -211,7 +212,8 @@ class Operations:
     def _ask_ranks(self, op: str) -> str:
         control_fd = os.open(layout.CONTROL, layout.DIRECTORY, dir_fd=self._tree_fd)
         try:
-            answers = control.ask(control_fd, {"op": op, "timeout_s": CONTROL_TIMEOUT_S}, CONTROL_TIMEOUT_S)
+            timeout_s = HYDRATE_TIMEOUT_S if op == "hydrate" else CONTROL_TIMEOUT_S
+            answers = control.ask(control_fd, {"op": op, "timeout_s": timeout_s}, timeout_s)
         finally:
             os.close(control_fd)
         bad = [

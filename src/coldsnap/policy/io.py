@@ -32,7 +32,7 @@ class IO(Section):
     hydration_backend: HydrationBackend = leaf(
         "python",
         OneOf(get_args(HydrationBackend)),
-        doc="How weights reach memory at restore; the vLLM and SGLang engines make direct their default. "
+        doc="How weights reach memory at restore; engines whose weights are in packs make auto their default. "
         "gds: needs verify_mode preverified, since its bytes never pass through host memory.",
     )
     capture_backend: CaptureBackend = leaf(

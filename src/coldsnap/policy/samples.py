@@ -17,7 +17,7 @@ _REVISION = "89abcdef" * 5
 
 # What else must be set, and to what, for a value to be valid; the rules between leaves, seen from the other side.
 _COMPANIONS: Mapping[tuple[str, Any], Mapping[str, Any]] = {
-    ("weights.recovery.enabled", False): {"weights.mode": "image"},
+    ("weights.recovery.enabled", False): {"weights.mode": "native"},
     ("process.shape_calibration", "enabled"): {"graphs.asynchronous": True},
     ("io.hydration_backend", "gds"): {"io.verify_mode": "preverified"},
 }

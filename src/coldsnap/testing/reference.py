@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, Self
 
 from attrs import field, frozen
 
-from coldsnap.artifact.canonical import digest
+from coldsnap.artifact.canonical import digest, sha256_of
 from coldsnap.engines import acceptance
 from coldsnap.engines.acceptance import Answer, Question
-from coldsnap.engines.base import LaunchCommand
+from coldsnap.engines.base import LaunchCommand, MemoryProviderName
 from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.model import ModelIdentity
 from coldsnap.engines.specs import register
-from coldsnap.errors import UnsupportedError
+from coldsnap.errors import AdmissionError, UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
 __all__ = ["ReferenceEngine"]
@@ -40,6 +41,9 @@ class ReferenceEngine:
         model: The name it serves its model under.
         weights_seed: What the weights are drawn from; it decides every answer.
         weights_bytes: How much memory they take.
+        weights: A safetensors file (:func:`coldsnap.testing.checkpoint.write_checkpoint` makes one) that the weights
+            are loaded from instead, into memory that can be released; the KV cache is there too.
+        kv_bytes: The size of that KV cache.
         loopback: Whether the two processes also hold an established TCP pair.
         seed: The user's seed for sampling, or ``None``; like an engine's ``--seed``.
         args: Further arguments.
@@ -57,6 +61,8 @@ class ReferenceEngine:
     model: str = "reference"
     weights_seed: int = 0
     weights_bytes: int = 1 << 20
+    weights: str | None = None
+    kv_bytes: int = 1 << 20
     loopback: bool = False
     seed: int | None = None
     args: tuple[str, ...] = field(default=(), converter=tuple)
@@ -77,6 +83,10 @@ class ReferenceEngine:
         """Return the same engine: it has no graphs."""
         return self
 
+    def memory_provider(self, *, gpu: bool = False) -> MemoryProviderName | None:  # noqa: ARG002
+        """Return ``host`` when its weights come from a checkpoint: they then lie in memory that can be released."""
+        return "host" if self.weights else None
+
     def refusals(self, *, gpu: bool = False) -> tuple[UnsupportedError, ...]:
         """Refuse GPUs; everything else can be captured."""
         if gpu:
@@ -85,9 +95,18 @@ class ReferenceEngine:
             )
         return ()
 
-    def identify(self, environ: Mapping[str, str]) -> ModelIdentity:  # noqa: ARG002  the weights come from a seed
-        """Return what the model is: a function of its seed and size."""
+    def identify(self, environ: Mapping[str, str]) -> ModelIdentity:  # noqa: ARG002  nothing depends on it
+        """Return what the model is: its checkpoint, or a function of seed and size.
+
+        Raises:
+            AdmissionError: The checkpoint cannot be read.
+        """
         revision = digest({"seed": self.weights_seed, "bytes": self.weights_bytes})
+        if self.weights is not None:
+            try:
+                revision = sha256_of(Path(self.weights).read_bytes())
+            except OSError as error:
+                raise AdmissionError(f"the checkpoint {self.weights} cannot be read: {error.strerror}") from error
         return ModelIdentity(kind="local", model=self.model, revision=revision, architecture="Reference")
 
     def inspect(self, environ: Mapping[str, str], *, timeout_s: float = 30.0) -> EngineEnvironment:
@@ -115,6 +134,7 @@ class ReferenceEngine:
         argv = [self.python, "-m", "coldsnap.testing.reference_server", "--model", self.model]
         argv += ["--host", endpoint.host, "--port", str(endpoint.port), "--weights-seed", str(self.weights_seed)]
         argv += ["--weights-bytes", str(self.weights_bytes)]
+        argv += ["--weights", self.weights, "--kv-bytes", str(self.kv_bytes)] if self.weights else []
         argv += ["--loopback"] if self.loopback else []
         argv += ["--seed", str(self.seed)] if self.seed is not None else []
         return LaunchCommand(argv=(*argv, *self.args), env={**environ, **self.env}, cwd=self.cwd)

@@ -51,8 +51,9 @@ class FrontEnd:
         self._enter(request_id)
         try:
             with self._one_at_a_time:
-                self._cache[request["prompt"]] = self._cache.get(request["prompt"], 0) + 1
-                self.channel.put_request(request)
+                seen = self._cache.get(request["prompt"], 0)
+                self._cache[request["prompt"]] = seen + 1
+                self.channel.put_request({**request, "cached": seen > 0})
                 yield from self._tokens()
         finally:
             self._leave()
@@ -242,6 +243,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--weights-seed", type=int, default=0)
     parser.add_argument("--weights-bytes", type=int, default=1 << 20)
+    parser.add_argument("--weights", help="a safetensors file, loaded into memory that can be released")
+    parser.add_argument("--kv-bytes", type=int, default=1 << 20)
+    parser.add_argument("--hoard", action="store_true", help="keep a second copy of the weights that nothing releases")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--exit-after-s", type=float, default=None)
     parser.add_argument("--noise", action="store_true", help="give a greedy request another answer each time")

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import shared_memory
-from typing import Any
+from typing import Any, Protocol
 
 from coldsnap.engines.rank import Operation, Rank
 from coldsnap.engines.settings import directive_path
@@ -101,8 +101,8 @@ def work(channel: Channel, options: argparse.Namespace, port: int | None) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(2)
     torch.manual_seed(options.seed)
-    model = Model(options.weights_seed, options.weights_bytes, noise=options.noise)
-    start_rank("worker", {}, torch=torch.__version__)
+    model, operations = load(options)
+    start_rank("worker", operations, torch=torch.__version__)
     threading.Thread(target=_tick, name="reference-tick", daemon=True).start()
     if port is not None:
         threading.Thread(target=_echo, args=(port,), name="reference-echo", daemon=True).start()
@@ -113,9 +113,27 @@ def work(channel: Channel, options: argparse.Namespace, port: int | None) -> Non
             written = _serve_request(channel, model, written)
 
 
-def _serve_request(channel: Channel, model: Model, written: int) -> int:
+def load(options: argparse.Namespace) -> tuple[Generator, Mapping[str, Operation]]:
+    """Return the model, and what its rank answers beyond what every rank does."""
+    if options.weights is None:
+        return Model(options.weights_seed, options.weights_bytes, noise=options.noise), {}
+    from coldsnap.testing.reference_memory import ReleasableModel  # noqa: PLC0415  it imports torch
+
+    model = ReleasableModel(options.weights, options.kv_bytes, noise=options.noise, hoard=options.hoard)
+    return model, model.operations()
+
+
+class Generator(Protocol):
+    """What answers requests."""
+
+    def generate(self, prompt: str, max_tokens: int, temperature: float, *, cached: bool) -> Iterator[int]:
+        """Continue a prompt."""
+
+
+def _serve_request(channel: Channel, model: Generator, written: int) -> int:
     request = channel.get_request()
-    for token in model.generate(request["prompt"], request["max_tokens"], request["temperature"]):
+    asked = request["prompt"], request["max_tokens"], request["temperature"]
+    for token in model.generate(*asked, cached=request["cached"]):
         time.sleep(request["delay_s"])
         channel.put_token(written, token)
         written += 1
@@ -139,7 +157,14 @@ class Model:
         # Memory that a real model would have, and that the answer depends on: one of its rows is added at each token.
         self.ballast = torch.randn(max(1, weights_bytes // (4 * _HIDDEN)), _HIDDEN, generator=generator)
 
-    def generate(self, prompt: str, max_tokens: int, temperature: float) -> Iterator[int]:
+    def generate(
+        self,
+        prompt: str,
+        max_tokens: int,
+        temperature: float,
+        *,
+        cached: bool = False,  # noqa: ARG002  it has no cache
+    ) -> Iterator[int]:
         """Continue a prompt, byte by byte."""
         torch = self.torch
         state = torch.zeros(_HIDDEN)

@@ -100,6 +100,10 @@ class HostMemory:
         self._maps[region] = pages
         return region
 
+    def buffer(self, region: Region) -> memoryview:
+        """Return the bytes of a region, for whoever computes with them; zeros while it is released."""
+        return memoryview(self._maps[region])[: region.size_bytes]
+
     def regions(self, tag: str | None = None) -> tuple[Region, ...]:
         """Return the allocations with a tag, or all, in order of allocation."""
         return tuple(region for region in self._maps if tag in (None, region.tag))

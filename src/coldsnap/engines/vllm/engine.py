@@ -17,7 +17,7 @@ from attrs import Attribute, evolve, field, frozen
 
 from coldsnap.engines import acceptance
 from coldsnap.engines.acceptance import Answer, Question
-from coldsnap.engines.base import LaunchCommand
+from coldsnap.engines.base import LaunchCommand, MemoryProviderName
 from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.model import (
@@ -146,6 +146,14 @@ class VLLM:
         if any(name == "--enforce-eager" for name, _ in arguments.options(self.args)):
             return self
         return evolve(self, args=(*self.args, "--enforce-eager"))
+
+    def memory_provider(self, *, gpu: bool = False) -> MemoryProviderName | None:
+        """Return ``cuda`` on a GPU, where vLLM's sleep mode keeps weights and KV cache in an allocator of its own.
+
+        Args:
+            gpu: Whether it is placed on a GPU.
+        """
+        return "cuda" if gpu else None
 
     def refusals(self, *, gpu: bool = False) -> tuple[UnsupportedError, ...]:
         """Return what cannot be done with this specification, without looking at the machine.

@@ -154,5 +154,5 @@ def read_request(cls: type[_T], request: Mapping[str, Any]) -> _T:
         FormatError: A field is unknown, missing or wrong.
         UnsupportedError: It asks for what this library cannot do.
     """
-    given = {name: value for name, value in request.items() if name != "op" and value is not None}
+    given = {name: value for name, value in request.items() if name not in ("op", "timeout_s") and value is not None}
     return record.read(cls, given, path=f"the request {request.get('op', cls.__name__)}")

@@ -1,0 +1,194 @@
+"""Weights on their way back: packs admitted, read ahead, verified, and brought to their addresses.
+
+The one rule: a pack is what the artifact names by digest, or the restore ends; nothing is taken in its place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coldsnap.artifact import Artifact
+from coldsnap.artifact.admission import record_path
+from coldsnap.artifact.manifest import NativeManifest, read_document
+from coldsnap.artifact.payloads import PayloadObject
+from coldsnap.artifact.private import open_private
+from coldsnap.artifact.store import Store
+from coldsnap.errors import AdmissionError, EngineError, IntegrityError, PayloadMissingError
+from coldsnap.receipts import Receipt
+from coldsnap.session import Session
+from coldsnap.steps import AdmitPacks, HydrateWeights, PrefetchWeights, VerifyPacks, WakeEngine
+from coldsnap.transfer.prefetch import prefetch
+
+__all__ = ["admit_packs", "hydrate", "prefetch_weights", "reading_of", "require_awake", "verify_packs"]
+
+# Of what is available when the read-ahead begins: the thaw needs memory too, and must not wait for pages to be dropped.
+BUDGET_SHARE = 0.5
+
+
+def admit_packs(session: Session, step: AdmitPacks) -> Receipt:
+    """Refuse what is missing, cut short or open to others, before anything starts."""
+    store, payloads = Store(step.store), _payloads(session)
+    for payload in payloads:
+        path = store.path(payload.sha256)
+        if not os.path.lexists(path):
+            raise PayloadMissingError(
+                f"the pack {payload.sha256} of {payload.worker} is not in the store {store.root} (looked for {path}); "
+                "bring it there, or name the store that has it",
+                digest=payload.sha256,
+            )
+        with open_private(path) as (_, status):
+            if status.st_size != payload.bytes:
+                raise IntegrityError(
+                    "the pack is not whole",
+                    path=str(path),
+                    expected=f"{payload.bytes} bytes",
+                    actual=f"{status.st_size} bytes",
+                )
+        if step.evidence and not os.path.lexists(record_path(path)):
+            raise AdmissionError(
+                f"nobody has verified {path} yet, and with io.verify_mode = 'preverified' nothing compares its bytes "
+                "on their way; verify the artifact first (Verify), or set io.verify_mode = 'inline'"
+            )
+    total = sum(payload.bytes for payload in payloads)
+    return Receipt(step=step.id, effective=f"{len(payloads)} packs in {store.root}", bytes=total)
+
+
+def verify_packs(session: Session, step: VerifyPacks) -> Receipt:
+    """Admit every pack: by its record when it is unchanged, else by all of its bytes."""
+    opened, store = session.need(session.artifact, "an artifact"), Store(step.store)
+    hashed = 0
+    for payload in _payloads(session):
+        known = step.mode == "evidence" and os.path.lexists(record_path(store.path(payload.sha256)))
+        index = None if known else _manifest(opened, payload.worker).index
+        hashed += store.admit(payload, step.mode, index=index).validation.bytes_hashed
+    return Receipt(
+        step=step.id,
+        requested=step.mode,
+        effective="unchanged by stat" if not hashed else "digested",
+        reason=f"{hashed / 1e6:,.1f} MB digested",
+        bytes=hashed,
+    )
+
+
+def prefetch_weights(session: Session, step: PrefetchWeights) -> Receipt:
+    """Begin to read packs, then residuals, into the page cache; the hydrate ends it."""
+    opened, store = session.need(session.artifact, "an artifact"), Store(step.store)
+    available = session.need(session.host, "the host's facts").memory.available_bytes
+    images = sum(file.bytes for unit in opened.descriptor.capsule.units for file in unit.files)
+    left = max(0, int((available - images) * BUDGET_SHARE))
+    paths = dict.fromkeys(str(store.path(payload.sha256)) for payload in _payloads(session))
+    paths |= dict.fromkeys(str(opened.path / one.residual.path) for one in opened.descriptor.weights.workers)
+    planned = 0
+    for path in paths:
+        budget = min(left - planned, os.stat(path).st_size)
+        if budget <= 0:
+            break
+        ahead = prefetch(path, budget_bytes=budget)
+        session.stack.callback(ahead.cancel)
+        session.prefetches.append(ahead)
+        planned += budget
+    return Receipt(
+        step=step.id,
+        effective=f"{len(session.prefetches)} of {len(paths)} files begun",
+        reason=f"at most {left / 1e6:,.0f} MB, {BUDGET_SHARE:.0%} of what the image leaves available",
+        details={"planned_bytes": planned},
+    )
+
+
+def hydrate(session: Session, step: HydrateWeights) -> Receipt:
+    """Map and fill every worker's memory; what was being read ahead is left to the transfer from here on."""
+    ahead = [one.cancel() for one in session.prefetches]
+    workers = session.ranks.workers()
+    own = _places_of(session, step) if step.store else {}
+    reading = reading_of(step) | {
+        "native_library": step.native_library or None,
+        "native_sha256": step.native_sha256 or None,
+    }
+    if own and set(own) != set(workers.values()):
+        raise EngineError(f"the artifact has weights of {', '.join(own)}, the engine has {', '.join(workers.values())}")
+    requests = {rank: {**reading, **own.get(worker, {})} for rank, worker in workers.items()}
+    replies = session.ranks.hydrate(requests, timeout_s=step.timeout_s)
+    require_awake(session)
+    moved = _total(reply["bytes"] for reply in replies.values())
+    seconds = _slowest(reply["seconds"] for reply in replies.values())
+    receipts = [reply["receipt"] for reply in replies.values() if reply.get("receipt")]
+    return Receipt(
+        step=step.id,
+        requested=step.backend,
+        effective=", ".join(sorted({str(one["effective"]) for one in receipts})) or "nothing to do",
+        reason="; ".join(sorted({str(one["reason"]) for one in receipts if one["reason"]})),
+        bytes=sum(moved.values()),
+        details={
+            **{f"{name}_bytes": size for name, size in moved.items()},
+            **{f"{name}_s": value for name, value in seconds.items()},
+            "prefetched_bytes": sum(one.bytes for one in ahead),
+        },
+    )
+
+
+def reading_of(step: HydrateWeights | WakeEngine) -> dict[str, Any]:
+    """Return how bytes reach memory, as a worker is told."""
+    return {
+        "backend": step.backend,
+        "read_mode": step.read_mode,
+        "verify_mode": step.verify_mode,
+        # Inline, the checksum of every extent is compared on its way, and the digest of the pack beside the thaw.
+        "verify": "evidence" if step.verify_mode == "preverified" else "none",
+        "queue_depth": step.queue_depth,
+        "chunk_bytes": step.chunk_bytes,
+    }
+
+
+def require_awake(session: Session) -> None:
+    """Refuse an engine of which a part still sleeps: it would answer from zeros.
+
+    Raises:
+        EngineError: Named by rank.
+    """
+    asleep = {rank: reply["state"] for rank, reply in session.ranks.memory().items() if reply["state"] != "awake"}
+    if asleep:
+        told = ", ".join(f"{rank} is {state}" for rank, state in sorted(asleep.items()))
+        raise EngineError(f"the engine's memory is not back: {told}; nothing it answered could be trusted")
+
+
+def _places_of(session: Session, step: HydrateWeights) -> Mapping[str, Mapping[str, Any]]:
+    opened, store = session.need(session.artifact, "an artifact"), Store(step.store)
+    packs = {payload.worker: str(store.path(payload.sha256)) for payload in _payloads(session)}
+    return {
+        one.worker: {
+            "directory": os.path.dirname(opened.path / one.native_manifest.path),
+            "pack": packs[one.worker],
+            "manifest_sha256": one.native_manifest.sha256,
+        }
+        for one in opened.descriptor.weights.workers
+    }
+
+
+def _payloads(session: Session) -> tuple[PayloadObject, ...]:
+    opened = session.need(session.artifact, "an artifact")
+    return session.need(opened.descriptor.weights.payloads, "an artifact with packs").objects
+
+
+def _manifest(opened: Artifact, worker: str) -> NativeManifest:
+    (own,) = (one for one in opened.descriptor.weights.workers if one.worker == worker)
+    file = own.native_manifest
+    return read_document(NativeManifest, Path(opened.path, file.path), sha256=file.sha256)
+
+
+def _total(each: Any) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for one in each:
+        for name, size in one.items():
+            total[name] = total.get(name, 0) + int(size)
+    return total
+
+
+def _slowest(each: Any) -> dict[str, float]:
+    slowest: dict[str, float] = {}
+    for one in each:
+        for name, value in one.items():
+            slowest[name] = max(slowest.get(name, 0.0), float(value))
+    return slowest

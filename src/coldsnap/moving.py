@@ -1,0 +1,214 @@
+"""The steps that move weights out of an engine and back, and those that let one sleep. Plain fields, like every step.
+
+The one rule: nothing here names a byte; which bytes go where is said by the workers, and by the manifests that they
+write.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from attrs import frozen
+
+from coldsnap.phases import BaseStep, Phase
+
+__all__ = [
+    "AdmitPacks",
+    "HydrateWeights",
+    "InspectEngine",
+    "MovingStep",
+    "PrefetchWeights",
+    "ReleaseWeights",
+    "SleepEngine",
+    "VerifyPacks",
+    "WakeEngine",
+]
+
+CaptureBackend = Literal["auto", "python", "buffered", "direct"]
+Mode = Literal["direct", "buffered"]
+HydrationBackend = Literal["auto", "python", "buffered", "direct", "gds"]
+
+
+@frozen(kw_only=True)
+class ReleaseWeights(BaseStep):
+    """Have every worker write its weights outside the image, durable, and give their memory away.
+
+    Attributes:
+        output: The artifact's directory, which gets residuals and manifests.
+        store: The root of the store, which gets the packs.
+        discard: Regions whose contents go nowhere.
+        recovery: Whether what a recovery from the checkpoint needs is kept, too.
+        backend: How bytes leave memory.
+        write_mode: Whether residuals go through the page cache, where the backend leaves it open.
+        reuse_blob: Whether a pack that is there is looked for before one is written.
+        queue_depth: Requests in flight.
+        chunk_bytes: Size of a request.
+        native_library: The I/O library, empty for the packaged one.
+        native_sha256: Its digest, empty when any will do.
+        timeout_s: Deadline, s.
+    """
+
+    phase: ClassVar[Phase] = "QUIESCE"
+    output: str
+    store: str
+    discard: tuple[str, ...]
+    recovery: bool
+    backend: CaptureBackend
+    write_mode: Mode
+    reuse_blob: bool
+    queue_depth: int
+    chunk_bytes: int
+    native_library: str
+    native_sha256: str
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class AdmitPacks(BaseStep):
+    """Check that the store has every pack that the artifact names, whole and private, before anything starts.
+
+    Attributes:
+        store: The root of the store.
+        packs: Their digests.
+        evidence: Whether each must have been verified before, because nothing compares the bytes on their way.
+    """
+
+    phase: ClassVar[Phase] = "ADMIT"
+    store: str
+    packs: tuple[str, ...]
+    evidence: bool
+
+
+@frozen(kw_only=True)
+class PrefetchWeights(BaseStep):
+    """Begin to read packs and residuals into the page cache, while processes come back; never more than memory allows.
+
+    Attributes:
+        store: The root of the store.
+    """
+
+    phase: ClassVar[Phase] = "STAGE"
+    store: str
+
+
+@frozen(kw_only=True)
+class VerifyPacks(BaseStep):
+    """Compare every pack with its evidence: by stat when unchanged, by digest otherwise.
+
+    Attributes:
+        store: The root of the store.
+        mode: evidence, or full (digest all).
+    """
+
+    phase: ClassVar[Phase] = "STAGE"
+    store: str
+    mode: Literal["evidence", "full"]
+
+
+@frozen(kw_only=True)
+class HydrateWeights(BaseStep):
+    """Have every worker map its memory again at the same addresses and fill it: pack, residual, KV cache zeroed.
+
+    Attributes:
+        store: The root of the store with the packs; empty: from the files that the capture has just written.
+        backend: How bytes reach memory.
+        read_mode: Whether residuals come through the page cache, where the backend leaves it open.
+        verify_mode: inline (compared on their way) or preverified.
+        queue_depth: Requests in flight.
+        chunk_bytes: Size of a request.
+        native_library: The I/O library, empty for the packaged one.
+        native_sha256: Its digest, empty when any will do.
+        timeout_s: Deadline, s.
+    """
+
+    phase: ClassVar[Phase] = "HYDRATE"
+    store: str
+    backend: HydrationBackend
+    read_mode: Mode
+    verify_mode: Literal["inline", "preverified"]
+    queue_depth: int
+    chunk_bytes: int
+    native_library: str
+    native_sha256: str
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class SleepEngine(BaseStep):
+    """Close the door, write weights to files, and give the memory away; an engine that sleeps already sleeps on.
+
+    Attributes:
+        run_dir: The engine's run directory, which gets the residuals.
+        store: The root of the store, which gets the packs.
+        discard: Regions whose contents go nowhere.
+        backend: How bytes leave memory.
+        write_mode: Whether residuals go through the page cache, where the backend leaves it open.
+        reuse_blob: Whether a pack that is there is looked for before one is written.
+        queue_depth: Requests in flight.
+        chunk_bytes: Size of a request.
+        native_library: The I/O library, empty for the packaged one.
+        native_sha256: Its digest, empty when any will do.
+        quiesce_timeout_s: How long requests in flight may take to end, s.
+        timeout_s: Deadline for the rest, s.
+    """
+
+    phase: ClassVar[Phase] = "QUIESCE"
+    run_dir: str
+    store: str
+    discard: tuple[str, ...]
+    backend: CaptureBackend
+    write_mode: Mode
+    reuse_blob: bool
+    queue_depth: int
+    chunk_bytes: int
+    native_library: str
+    native_sha256: str
+    quiesce_timeout_s: float
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class WakeEngine(BaseStep):
+    """Bring memory back, and open the door once all of it is there; an engine that is awake stays so.
+
+    Attributes:
+        run_dir: The engine's run directory.
+        tags: The regions that come back.
+        backend: How bytes reach memory.
+        read_mode: Whether residuals come through the page cache, where the backend leaves it open.
+        verify_mode: inline or preverified.
+        queue_depth: Requests in flight.
+        chunk_bytes: Size of a request.
+        timeout_s: Deadline, s.
+    """
+
+    phase: ClassVar[Phase] = "HYDRATE"
+    run_dir: str
+    tags: tuple[str, ...]
+    backend: HydrationBackend
+    read_mode: Mode
+    verify_mode: Literal["inline", "preverified"]
+    queue_depth: int
+    chunk_bytes: int
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class InspectEngine(BaseStep):
+    """Ask keeper and ranks how the engine is."""
+
+    phase: ClassVar[Phase] = "ADMIT"
+    run_dir: str
+    timeout_s: float
+
+
+MovingStep = (
+    ReleaseWeights
+    | AdmitPacks
+    | PrefetchWeights
+    | VerifyPacks
+    | HydrateWeights
+    | SleepEngine
+    | WakeEngine
+    | InspectEngine
+)

@@ -1,0 +1,175 @@
+"""Plans of a capture, of an engine that is launched for it or of one that serves already."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from coldsnap.admission import host_problems, require
+from coldsnap.behaviour import Context, decide
+from coldsnap.drivers import sequence
+from coldsnap.engines.base import Engine
+from coldsnap.engines.specs import spec_of_running, was_launched_releasing
+from coldsnap.errors import UnsupportedError
+from coldsnap.host.facts import Facts, HostFacts
+from coldsnap.operation import Capture, EngineHandle, Placement
+from coldsnap.plan import Choice, Plan
+from coldsnap.planning.launch import launch_steps
+from coldsnap.planning.placing import (
+    UNIT,
+    admit_host,
+    chosen_driver,
+    criu_path,
+    cuda_decision,
+    devices_for,
+    driver_decision,
+    placed,
+)
+from coldsnap.planning.weights import (
+    PlacedWeights,
+    at_capture,
+    hydrate_step,
+    release_step,
+    store_beside,
+    weights_choices,
+)
+from coldsnap.policy import Policy, ResolvedPolicy
+from coldsnap.steps import (
+    AdmitOutput,
+    AttachEngine,
+    AwaitReady,
+    CommitArtifact,
+    Quiesce,
+    RecordAnswer,
+    ResumeEngine,
+    SealArtifact,
+    SettleWorkload,
+    Step,
+)
+
+__all__ = ["plan_capture"]
+
+
+def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
+    """Plan a capture.
+
+    Raises:
+        AdmissionError: Not on this host, with every reason.
+    """
+    if isinstance(operation.engine, EngineHandle):
+        unit, host, workers = None, facts.host("local"), 1
+        weights, first, subject = _attached(policy, operation.engine, host)
+        ready_after = "attach"
+    else:
+        placement = cast("Placement", operation.placement)
+        unit, host = placed(placement, facts)
+        engine = cast("Engine", operation.engine)
+        weights, workers = at_capture(policy, engine, gpu=bool(host.gpus)), engine.world_size
+        require(f"{engine.kind} cannot be captured", host_problems(weights.resolved, host, unit))
+        first = launch_steps(weights, engine, placement, host, after=("admit-output",))
+        ready_after = "launch"
+        subject = f"{engine.kind} {engine.model} on {unit.host}, {unit.address}:{unit.port}"
+    resolved, store = weights.resolved, store_beside(operation, facts, operation.output)
+    driver, why = chosen_driver(resolved, facts, unit, workers)
+    context = Context(
+        operation="capture",
+        gpu=bool(host.gpus),
+        workers=workers,
+        native=weights.native,
+        store=store,
+        reason=weights.reason,
+    )
+    decisions = decide(resolved, context)
+    return Plan(
+        operation="capture",
+        driver=driver,
+        subject=f"{subject} into {operation.output}",
+        steps=(
+            AdmitOutput(id="admit-output", output=operation.output),
+            *first,
+            *_accepted(operation, ready_after),
+            *_dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers)),
+            *_committed(operation, native=weights.native),
+        ),
+        decisions=(driver_decision(driver, why), cuda_decision(host), *decisions),
+        choices=_choices(operation, weights),
+    )
+
+
+def _attached(policy: Policy, handle: EngineHandle, host: HostFacts) -> tuple[PlacedWeights, list[Step], str]:
+    engine = spec_of_running(handle.labels, run_dir=handle.run_dir)
+    releasing = was_launched_releasing(handle.labels)
+    weights = at_capture(policy, engine, gpu=bool(host.gpus), releasing=releasing)
+    require("this host cannot capture", host_problems(weights.resolved, host, None))
+    _require_as_launched(weights.resolved, host)
+    steps: list[Step] = [
+        admit_host(host, weights.resolved["process.namespace"]),
+        AttachEngine(id="attach", after=("admit-host", "admit-output"), run_dir=str(handle.run_dir)),
+    ]
+    return weights, steps, f"the engine in {handle.run_dir}"
+
+
+def _accepted(operation: Capture, ready_after: str) -> tuple[Step, ...]:
+    return (
+        AwaitReady(id="ready", after=(ready_after,), timeout_s=operation.ready_timeout_s),
+        RecordAnswer(
+            id="answer",
+            after=("ready",),
+            prompt=operation.prompt,
+            tokens=operation.answer_tokens,
+            timeout_s=operation.quiesce_timeout_s,
+        ),
+        Quiesce(id="quiesce", after=("answer", "admit-output"), timeout_s=operation.quiesce_timeout_s),
+    )
+
+
+def _dumped(
+    operation: Capture, weights: PlacedWeights, store: str, *, host: HostFacts, devices: tuple[int, ...]
+) -> tuple[Step, ...]:
+    """Return the steps from a quiet engine to its image, and, where it is kept, back to one that serves."""
+    before: tuple[Step, ...] = ()
+    if weights.native:
+        before = (release_step(weights.resolved, operation, store, after="quiesce"),)
+    image = sequence.capture_steps(
+        after="release" if before else "quiesce",
+        unit=UNIT,
+        criu=criu_path(host),
+        devices=devices,
+        leave="running" if operation.then == "keep" else "stopped",
+        timeout_s=operation.dump_timeout_s,
+    )
+    if operation.then == "stop":
+        return (*before, *image)
+    after, back = image[-1].id, tuple[Step, ...]()
+    if weights.native:
+        back = (hydrate_step(weights.resolved, "", after=(after,), timeout_s=operation.dump_timeout_s),)
+        after = "hydrate"
+    return (*before, *image, *back, ResumeEngine(id="resume", after=(after,)))
+
+
+def _committed(operation: Capture, *, native: bool) -> tuple[Step, ...]:
+    # A kept workload serves again before its artifact is sealed; with its memory back, nothing needs the files alone.
+    kept = operation.then == "keep"
+    return (
+        SealArtifact(
+            id="seal",
+            after=("dump",),
+            output=operation.output,
+            weights="packs" if native else "image",
+            image_compression="none",
+        ),
+        CommitArtifact(id="commit", after=("seal",), output=operation.output),
+        SettleWorkload(id="settle", after=("commit", "resume") if kept else ("commit",), then=operation.then),
+    )
+
+
+def _choices(operation: Capture, weights: PlacedWeights) -> tuple[Choice, ...]:
+    return weights_choices(weights.resolved) if weights.native and operation.then == "keep" else ()
+
+
+def _require_as_launched(resolved: ResolvedPolicy, host: HostFacts) -> None:
+    if resolved["graphs.policy"] == "disabled" and host.gpus:
+        raise UnsupportedError(
+            "an engine that runs already cannot be made to run eagerly",
+            field="graphs.policy",
+            works='launching it with graphs.policy = "disabled", then capturing the handle with "auto"',
+        )

@@ -1,0 +1,156 @@
+"""Plans of a restore."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from coldsnap.admission import host_problems, namespace_problems, require
+from coldsnap.artifact import Artifact, Comparison, Target
+from coldsnap.behaviour import Context, decide
+from coldsnap.describe import target_unit
+from coldsnap.drivers import sequence
+from coldsnap.errors import CompatibilityError
+from coldsnap.host.facts import Facts, HostFacts
+from coldsnap.operation import Restore, UnitPlacement
+from coldsnap.plan import Choice, Decision, Plan
+from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
+from coldsnap.planning.weights import at_restore, hydrate_step, pack_steps, store_beside, weights_choices
+from coldsnap.policy import Policy, ResolvedPolicy
+from coldsnap.steps import (
+    AdmitArtifact,
+    AdmitPlacement,
+    AwaitReady,
+    CompareAnswer,
+    HandOver,
+    Reconnect,
+    StartKeeper,
+    Step,
+    VerifyFiles,
+)
+
+__all__ = ["plan_restore"]
+
+RECONNECT_TIMEOUT_S = 30.0
+
+
+def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
+    """Plan a restore.
+
+    Raises:
+        AdmissionError: Not on this host, with every reason.
+        PayloadMissingError: The probed store lacks a pack.
+    """
+    artifact = cast("Artifact", operation.artifact)
+    descriptor = artifact.descriptor
+    unit, host = placed(operation.placement, facts)
+    weights = at_restore(policy, artifact, gpu=bool(host.gpus and descriptor.compatibility.units[0].devices))
+    resolved, native = weights.resolved, weights.native
+    comparison = _compared(resolved, operation, unit, host)
+    store = store_beside(operation, facts, str(artifact.path)) if native else ""
+    captured = descriptor.compatibility.units[0].devices
+    devices = unit.devices if captured and unit.devices else devices_for(unit, host, len(captured))
+    if len(devices) != len(captured):
+        require(
+            f"the artifact {artifact.path} cannot be restored on {unit.host}",
+            [f"it was captured on {len(captured)} GPUs, the placement names {len(devices)}; name as many"],
+        )
+    packs = pack_steps(resolved, artifact, store, facts) if native else ()
+    steps: list[Step] = [
+        admit_host(host, resolved["process.namespace"]),
+        AdmitPlacement(id="admit-placement", address=unit.address, port=unit.port),
+        AdmitArtifact(
+            id="admit-artifact",
+            artifact=str(artifact.path),
+            digest=artifact.digest,
+            kernel=resolved["compatibility.kernel"],
+            enforce_captured_driver_floor=resolved["compatibility.enforce_captured_driver_floor"],
+        ),
+        *packs,
+        StartKeeper(
+            id="keeper",
+            after=("admit-host", "admit-placement", "admit-artifact", *(("admit-packs",) if native else ())),
+            namespace=resolved["process.namespace"],
+            name=operation.placement.name or "",
+            run_dir=operation.placement.run_dir or "",
+        ),
+        VerifyFiles(
+            id="verify", after=("admit-artifact",), artifact=str(artifact.path), mode=resolved["weights.verify"]
+        ),
+        *sequence.restore_steps(
+            after="keeper",
+            unit=descriptor.capsule.units[0].unit,
+            criu=criu_path(host),
+            devices=devices,
+            address=unit.address,
+            port=unit.port,
+            timeout_s=operation.thaw_timeout_s,
+            chosen=bool(unit.devices),
+        ),
+        *_woken(resolved, operation, store, native=native, thawed="unlock-cuda" if devices else "thaw"),
+    ]
+    context = Context(
+        operation="restore",
+        gpu=bool(host.gpus),
+        workers=len(descriptor.topology.workers),
+        native=native,
+        store=store,
+        reason=weights.reason,
+    )
+    notes = [
+        Decision(name="compatibility", requested="", layer="", effective="admitted", reason=note)
+        for note in comparison.notes
+    ]
+    return Plan(
+        operation="restore",
+        driver=descriptor.snapshot_driver.id,
+        subject=f"{descriptor.engine.kind} {descriptor.engine.model.id} from {artifact.path} on {unit.host}, "
+        f"{unit.address}:{unit.port}",
+        steps=tuple(steps),
+        decisions=(cuda_decision(host, captured=bool(captured)), *decide(resolved, context), *notes),
+        choices=(
+            Choice(
+                name="ports",
+                step="stage",
+                options=("as captured", "moved"),
+                rule="a port of the captured tree that something else uses is moved to a free one, on both ends",
+            ),
+            *(weights_choices(resolved) if native else ()),
+        ),
+    )
+
+
+def _compared(resolved: ResolvedPolicy, operation: Restore, unit: UnitPlacement, host: HostFacts) -> Comparison:
+    artifact = cast("Artifact", operation.artifact)
+    (capsule,) = artifact.descriptor.capsule.units
+    comparison = artifact.compare(
+        Target(units=(target_unit(capsule.unit, host, unit.devices),)), resolved.policy.compatibility
+    )
+    reasons = [
+        *host_problems(resolved, host, unit),
+        *namespace_problems(capsule, resolved["process.namespace"], operation.placement),
+    ]
+    what = f"the artifact {artifact.path} cannot be restored on {unit.host}"
+    if comparison.mismatches:
+        raise CompatibilityError(what, [*comparison.mismatches, *reasons])
+    require(what, reasons)
+    return comparison
+
+
+def _woken(resolved: ResolvedPolicy, operation: Restore, store: str, *, native: bool, thawed: str) -> tuple[Step, ...]:
+    """Return the steps from a thawed tree to an engine that has given the captured answer."""
+    reconnected: tuple[Step, ...] = (Reconnect(id="reconnect", after=(thawed,), timeout_s=RECONNECT_TIMEOUT_S),)
+    if native:
+        # Nothing compares preverified bytes on their way: their evidence must have been looked at.
+        verified = ("verify", "verify-packs") if resolved["io.verify_mode"] == "preverified" else ()
+        after = ("reconnect", *verified)
+        reconnected += (hydrate_step(resolved, store, after=after, timeout_s=operation.thaw_timeout_s),)
+    return (
+        *reconnected,
+        AwaitReady(id="ready", after=("hydrate" if native else "reconnect",), timeout_s=operation.answer_timeout_s),
+        CompareAnswer(
+            id="answer",
+            after=("ready", "verify", *(("verify-packs",) if native else ())),
+            timeout_s=operation.answer_timeout_s,
+        ),
+        HandOver(id="hand-over", after=("answer",)),
+    )

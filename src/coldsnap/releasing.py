@@ -1,0 +1,199 @@
+"""Weights on their way out of an engine: release, what the descriptor says of it, and the proof that none stayed.
+
+The one rule: before a worker gives anything away, the way back is journaled; and a capture whose process image still
+holds weights is refused, because such an image only looks small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from coldsnap import artifact as format9
+from coldsnap.artifact.canonical import hex_of
+from coldsnap.artifact.manifest import NativeManifest, read_document
+from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, Recovery, WorkerWeights
+from coldsnap.artifact.store import PACKS, Store
+from coldsnap.describe import described_model
+from coldsnap.errors import EngineError, IntegrityError
+from coldsnap.keeper.undo import control
+from coldsnap.receipts import Receipt
+from coldsnap.session import Released, Session
+from coldsnap.steps import ReleaseWeights, SleepEngine
+from coldsnap.transfer.samples import Found, draw, search
+
+__all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside"]
+
+WEIGHTS = "weights"
+"""The directory of an artifact with a directory for each worker."""
+
+RESIDUAL, NATIVE = "weights.blob", "native-manifest.json"
+RECOVERY, HIBERNATE = "recovery-manifest.json", "hibernate-state.json"
+SAMPLES = 100
+
+
+def release(session: Session, step: ReleaseWeights) -> Receipt:
+    """Have every worker write its weights and give the memory away; whatever fails from here on brings them back."""
+    writer = session.need(session.writer, "an output")
+    ranks = session.ranks
+    workers = ranks.workers()
+    if step.discard:
+        ranks.reset_prefix_cache()  # no block of it may refer to what is thrown away
+    Store(step.store).prepare()
+    requests = {
+        rank: release_request(session, step, worker, writer.directory(f"{WEIGHTS}/{worker}"))
+        for rank, worker in workers.items()
+    }
+    if session.serving:
+        session.living.undo(control("hydrate"))
+    replies = ranks.release(requests, timeout_s=step.timeout_s)
+    session.released = {
+        workers[rank]: _released(rank, requests[rank]["directory"], reply) for rank, reply in replies.items()
+    }
+    for one in () if step.recovery else session.released.values():
+        Path(one.directory, RECOVERY).unlink(missing_ok=True)
+    return _receipt(step, session.released, replies)
+
+
+def release_request(
+    session: Session, step: ReleaseWeights | SleepEngine, worker: str, directory: Path
+) -> dict[str, Any]:
+    """Return what a worker is asked (docs/weights.md)."""
+    model = session.model and described_model(session.model)
+    source = model and {"model_id": model.id, "revision": model.revision}
+    return {
+        "worker": worker,
+        "directory": str(directory),
+        "store": step.store,
+        "capture_id": session.name_capture(),
+        "model": source,
+        "discard": list(step.discard),
+        "backend": step.backend,
+        "write_mode": step.write_mode,
+        "reuse_blob": step.reuse_blob,
+        "queue_depth": step.queue_depth,
+        "chunk_bytes": step.chunk_bytes,
+        "native_library": step.native_library or None,
+        "native_sha256": step.native_sha256 or None,
+    }
+
+
+def _released(rank: str, directory: str, reply: Mapping[str, Any]) -> Released:
+    pack = reply["pack"]
+    if not pack:
+        raise EngineError(
+            f"{rank} has seen no byte that its load copied, so nothing of it is the model's: kept {reply['kept']}; "
+            'capture with weights.mode = "image"'
+        )
+    return Released(
+        rank=rank,
+        directory=directory,
+        manifest_sha256=reply["manifest_sha256"],
+        pack_sha256=pack["sha256"],
+        pack_bytes=pack["bytes"],
+        new_pack_bytes=pack["new_bytes"],
+        residual_bytes=reply["residual"]["bytes"],
+        seconds=sum(reply["seconds"].get(name, 0.0) for name in ("write", "release")),
+    )
+
+
+def _receipt(
+    step: ReleaseWeights, released: Mapping[str, Released], replies: Mapping[str, Mapping[str, Any]]
+) -> Receipt:
+    every = released.values()
+    pack, new, residual = (
+        sum(getattr(one, name) for one in every) for name in ("pack_bytes", "new_pack_bytes", "residual_bytes")
+    )
+    return Receipt(
+        step=step.id,
+        requested=step.backend,
+        effective=", ".join(sorted({str(reply["backend"]) for reply in replies.values()})),
+        reason=f"{pack / 1e6:,.1f} MB in packs ({new / 1e6:,.1f} MB new), {residual / 1e6:,.1f} MB beside them",
+        bytes=pack + residual,
+        details={
+            "pack_bytes": pack,
+            "new_pack_bytes": new,
+            "residual_bytes": residual,
+            "discarded_bytes": sum(sum(reply["discarded"].values()) for reply in replies.values()),
+            "coverage": "; ".join(str(reply["coverage"]) for reply in replies.values()),
+        },
+    )
+
+
+def describe_weights(session: Session, files: Mapping[str, format9.FileRecord], store: str) -> format9.Weights:
+    """Return the weights section of the descriptor, and leave evidence of every pack in the store.
+
+    Args:
+        session: The capture's.
+        files: What was sealed below ``weights``, by path.
+        store: The root of the store.
+    """
+    listed, payloads = [], []
+    for worker, one in sorted(session.released.items()):
+        own = {path.rpartition("/")[2]: file for path, file in files.items() if path.startswith(f"{WEIGHTS}/{worker}/")}
+        listed.append(
+            WorkerWeights(
+                worker=worker,
+                residual=own[RESIDUAL],
+                native_manifest=own[NATIVE],
+                recovery_manifest=own.get(RECOVERY),
+                hibernate_state=own.get(HIBERNATE),
+            )
+        )
+        payloads.append(
+            PayloadObject(
+                worker=worker,
+                path=f"{PACKS.as_posix()}/{hex_of(one.pack_sha256)}.pack",
+                bytes=one.pack_bytes,
+                sha256=one.pack_sha256,
+            )
+        )
+        Store(store).admit(payloads[-1], index=_manifest(one).index)
+    model = described_model(session.need(session.model, "a model"))
+    recoverable = all(one.recovery_manifest is not None for one in listed)
+    return format9.Weights(
+        kind="packs",
+        payloads=ModelPayloads(objects=tuple(payloads)),
+        workers=tuple(listed),
+        recovery=Recovery(model_id=model.id, revision=model.revision) if recoverable else None,
+    )
+
+
+def _manifest(one: Released) -> NativeManifest:
+    return read_document(NativeManifest, Path(one.directory, NATIVE), sha256=one.manifest_sha256)
+
+
+def require_outside(session: Session, store: str, paths: list[Path]) -> int:
+    """Look for samples of the weights in what the dump has written.
+
+    Args:
+        session: The capture's.
+        store: The root of the store.
+        paths: Every file of the capsule.
+
+    Returns:
+        How many samples were looked for.
+
+    Raises:
+        IntegrityError: One was found: the weights did not leave.
+    """
+    count = 0
+    for worker, one in session.released.items():
+        extents = [(entry.offset, entry.size) for entry in _manifest(one).index]
+        samples = draw(Store(store).path(one.pack_sha256), extents, SAMPLES, seed=session.name_capture())
+        count += len(samples)
+        if found := search(paths, samples):
+            first = found[0]
+            raise IntegrityError(
+                f"weights of {worker} are still in the process image: {len(found)} of {len(samples)} samples were "
+                f"found, {', '.join(_places(found))}; something in the engine keeps a copy of what it loaded",
+                path=str(first.path),
+                expected="an image without weights",
+                actual=f"bytes {first.sample.offset} to {first.sample.offset + len(first.sample.data)} of the pack",
+            )
+    return count
+
+
+def _places(found: tuple[Found, ...]) -> Iterator[str]:
+    yield from (f"{Path(one.path).name} at {one.offset:#x}" for one in found[:3])

@@ -1,0 +1,422 @@
+"""Weights outside the image: they leave before the dump, come back after the thaw, nothing else passes for them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from attrs import evolve
+from lab import Lab, ask, changed, port_is_free, tagged, until, unused_port
+
+import coldsnap as cs
+from coldsnap.errors import (
+    AdmissionError,
+    ColdSnapError,
+    EngineError,
+    IntegrityError,
+    PayloadMissingError,
+    StepError,
+    UnsupportedError,
+)
+from coldsnap.plan import Plan
+from coldsnap.testing.checkpoint import write_checkpoint
+from coldsnap.testing.faults import FaultPlan
+
+pytestmark = pytest.mark.criu
+
+SIZE_BYTES = 16 << 20
+CASE = Path(__file__).with_name("case.py")
+PYTHON = {"io.capture_backend": "python", "io.hydration_backend": "python"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, criu, engine_python, facts):
+    """A directory with a checkpoint, for every test of this module."""
+    directory = tmp_path_factory.mktemp("native")
+    lab = Lab(directory, criu, engine_python, facts)
+    lab.checkpoint = write_checkpoint(directory / "model.safetensors", size_bytes=SIZE_BYTES)
+    yield lab
+    lab.close()
+    until(lambda: not tagged(lab.tag), "the end of every process of the module")
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def kept(home):
+    """An engine that serves on beside the artifact that was made of it."""
+    report = home.capture(home.engine(weights=str(home.checkpoint), loopback=True), then="keep")
+    return SimpleNamespace(
+        report=report, engine=report.engine, answer=ask(report.engine), store=home.directory / "store"
+    )
+
+
+@pytest.fixture
+def packed(kept):
+    return cs.Artifact.open(kept.report.artifact)
+
+
+@pytest.fixture
+def damaged(kept, packed, tmp_path):
+    """A copy of artifact and store that may be spoilt."""
+    shutil.copytree(packed.path, tmp_path / "artifact")
+    shutil.copytree(kept.store, tmp_path / "store")
+    artifact = cs.Artifact.open(tmp_path / "artifact")
+    (pack,) = (tmp_path / "store").rglob("*.pack")
+    (own,) = artifact.descriptor.weights.workers
+    return SimpleNamespace(
+        artifact=artifact,
+        pack=pack,
+        residual=artifact.path / own.residual.path,
+        manifest=artifact.path / own.native_manifest.path,
+    )
+
+
+def flip(path, at=None, *, keep_mtime=False):
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(status.st_size // 2 if at is None else at)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    if keep_mtime:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def refused(lab, artifact, *, policy=None, plan=None, match=None):
+    """Restore what must not be restored; return the error, after checking that nothing is left."""
+    where = lab.placement()
+    plan = plan or cs.resolve(cs.Policy().evolve(**(policy or {})), cs.Restore(artifact, placement=where), lab.facts)
+    with pytest.raises(ColdSnapError, match=match) as failed:
+        cs.execute(plan)
+    report = failed.value.report
+    assert report.answer_s is None
+    assert "nothing" in report.workload
+    assert port_is_free(where.front.port)
+    return failed.value
+
+
+# -- out and back -----------------------------------------------------------------------------------------------------
+
+
+def test_a_restored_engine_answers_as_before_from_a_pack_that_is_not_in_its_image(lab, kept, packed):
+    weights = packed.descriptor.weights
+    assert (weights.kind, len(weights.workers)) == ("packs", 1)
+    assert weights.payloads.objects[0].bytes == packed.size_bytes["packs"] >= SIZE_BYTES
+    assert weights.recovery.revision == packed.descriptor.engine.model.revision
+
+    report = lab.restore(packed)
+
+    assert ask(report.engine) == kept.answer == ask(kept.engine)
+    assert report.receipt("hydrate").details["pack_bytes"] >= SIZE_BYTES
+    assert report.receipt("hydrate").details["kv_cache_bytes"] >= 1 << 20
+    assert {"criu", "hydrate", "kv", "request"} <= set(report.split)
+    assert report.plan.decision("weights.mode").effective == "native"
+
+
+def test_a_clone_beside_the_original_has_memory_of_its_own(lab, kept, packed):
+    clone = lab.restore(packed).engine
+    lab.run(cs.Sleep(clone))
+    assert ask(kept.engine, "another prompt")
+    lab.run(cs.Wake(clone))
+    assert ask(clone) == kept.answer
+
+
+def test_nothing_of_the_checkpoint_is_in_the_capsule(home, packed):
+    data = home.checkpoint.read_bytes()
+    samples = [data[at : at + 64] for at in range(4096, len(data) - 64, len(data) // 50)]
+    (unit,) = packed.descriptor.capsule.units
+    for file in unit.files:
+        content = (packed.path / file.path).read_bytes()
+        assert not any(sample in content for sample in samples), file.path
+
+
+def test_an_image_with_the_weights_in_it_is_larger_by_the_weights(lab, home, packed):
+    spec = lab.engine(weights=str(home.checkpoint), loopback=True)
+
+    report = lab.capture(spec, policy={"weights.mode": "image"})
+
+    inside = cs.Artifact.open(report.artifact)
+    assert inside.descriptor.weights.kind == "image"
+    assert inside.size_bytes["images"] - packed.size_bytes["images"] > 0.9 * SIZE_BYTES
+    assert lab.restore(inside).engine.status().state == "running"
+
+
+def test_a_capture_that_keeps_weights_in_its_image_is_refused_and_its_engine_serves_on(lab, home):
+    engine = lab.launch(lab.engine(weights=str(home.checkpoint), args=("--hoard",)))
+    expected = ask(engine)
+
+    with pytest.raises(
+        IntegrityError, match="weights of worker-0 are still in the process image: .* samples"
+    ) as failed:
+        lab.capture(engine, then="keep")
+
+    assert "running as before" in failed.value.report.workload
+    assert ask(engine) == expected
+    assert not list(lab.directory.glob("artifact*"))
+
+
+def test_another_kv_cache_and_another_process_share_the_pack(lab, home, kept, packed):
+    spec = lab.engine(weights=str(home.checkpoint), kv_bytes=4 << 20)
+
+    report = lab.capture(spec, store=kept.store)
+
+    again = cs.Artifact.open(report.artifact)
+    assert report.receipt("release").details["new_pack_bytes"] == 0
+    assert again.packs == packed.packs
+    assert ask(lab.run(cs.Restore(again, placement=lab.placement(), store=kept.store)).engine) == kept.answer
+
+
+def test_a_restored_engine_is_captured_again_without_a_new_byte_in_the_store(lab, kept, packed):
+    restored = lab.restore(packed).engine
+    report = lab.capture(restored, store=kept.store)
+    assert report.receipt("release").details["new_pack_bytes"] == 0
+    again = cs.Artifact.open(report.artifact)
+    assert ask(lab.run(cs.Restore(again, placement=lab.placement(), store=kept.store)).engine) == kept.answer
+
+
+def test_a_kv_cache_that_nobody_discards_stays_in_the_image(lab, home):
+    spec = lab.engine(weights=str(home.checkpoint), kv_bytes=2 << 20)
+    report = lab.capture(
+        spec, policy={"process.discard": [], "weights.recovery.enabled": False, "weights.mode": "native"} | PYTHON
+    )
+    artifact = cs.Artifact.open(report.artifact)
+    assert artifact.descriptor.weights.recovery is None
+    assert artifact.descriptor.weights.workers[0].recovery_manifest is None
+
+    restored = lab.run(cs.Restore(artifact, placement=lab.placement()), {"io.hydration_backend": "python"})
+
+    assert restored.receipt("hydrate").details.get("kv_cache_bytes", 0) == 0
+    assert restored.receipt("hydrate").effective == "python"
+    assert ask(restored.engine)
+
+
+# -- never a wrong answer ---------------------------------------------------------------------------------------------
+
+
+def without(plan, step):
+    """Return a plan that leaves a step out."""
+    after = plan[step].after
+    steps = [evolve(s, after=tuple({*s.after} - {step}) + after * (step in s.after)) for s in plan if s.id != step]
+    return evolve(plan, steps=tuple(steps), choices=())
+
+
+def test_an_engine_whose_memory_did_not_come_back_is_never_asked(lab, packed):
+    plan = without(lab.plan_restore(packed), "hydrate")
+    assert isinstance(plan, Plan)
+    error = refused(lab, packed, plan=plan, match="memory is not back: worker.[0-9]+ is sleeping")
+    assert isinstance(error, EngineError)
+
+
+def test_a_flipped_byte_in_the_pack_is_refused_by_name(lab, damaged):
+    flip(damaged.pack)
+    refused(lab, damaged.artifact, match=damaged.pack.name)
+
+
+@pytest.mark.parametrize("backend", ["auto", "python"])
+def test_a_flipped_byte_in_the_pack_that_no_stat_tells_is_refused_on_its_way(lab, damaged, backend):
+    lab.run(cs.Verify(damaged.artifact, store=damaged.pack.parents[2]))
+    flip(damaged.pack, keep_mtime=True)
+    error = refused(lab, damaged.artifact, policy={"io.hydration_backend": backend}, match=damaged.pack.name)
+    assert error.step == "hydrate"
+
+
+def test_a_flipped_byte_in_the_residual_is_refused_by_name(lab, damaged):
+    flip(damaged.residual, at=16)
+    refused(lab, damaged.artifact, match="weights.blob")
+
+
+def test_a_flipped_byte_in_a_manifest_is_refused_before_anything_starts(lab, damaged):
+    flip(damaged.manifest)
+    error = refused(lab, damaged.artifact, match="native-manifest.json")
+    assert error.report.workload == "nothing was started"
+
+
+def test_a_pack_that_is_cut_short_is_refused_before_anything_starts(lab, damaged):
+    os.truncate(damaged.pack, damaged.pack.stat().st_size - 4096)
+    error = refused(lab, damaged.artifact, match="the pack is not whole")
+    assert isinstance(error, IntegrityError)
+    assert error.report.workload == "nothing was started"
+
+
+def test_a_missing_pack_is_named_with_where_it_was_looked_for(lab, damaged):
+    damaged.pack.unlink()
+    error = refused(lab, damaged.artifact, match=str(damaged.pack))
+    assert isinstance(error, PayloadMissingError)
+    assert error.digest in damaged.artifact.packs
+
+    known = cs.probe(criu=lab.criu, store=damaged.pack.parents[2])
+    with pytest.raises(PayloadMissingError, match="when it was probed"):
+        cs.resolve(cs.Policy(), cs.Restore(damaged.artifact, placement=lab.placement()), known)
+
+
+def test_the_pack_of_another_model_is_refused(lab, home, damaged):
+    other = write_checkpoint(lab.directory / "other.safetensors", seed=1, size_bytes=SIZE_BYTES)
+    report = lab.capture(lab.engine(weights=str(other)), store=damaged.pack.parents[2])
+    payloads = cs.Artifact.open(report.artifact).descriptor.weights.payloads
+    weights = evolve(damaged.artifact.descriptor.weights, payloads=payloads)
+    mixed = changed(damaged.artifact, weights=weights)
+    assert mixed.size_bytes["packs"] == damaged.pack.stat().st_size
+    error = refused(lab, mixed, match="pack")
+    assert isinstance(error, StepError | IntegrityError)
+
+
+def test_preverified_bytes_need_the_evidence_of_an_earlier_verification(lab, kept, damaged):
+    policy = {"io.verify_mode": "preverified"}
+    for record in damaged.pack.parent.glob("*.json"):
+        record.unlink()
+    refused(lab, damaged.artifact, policy=policy, match="verify the artifact first")
+
+    lab.run(cs.Verify(damaged.artifact, store=damaged.pack.parents[2]))
+
+    restored = lab.run(cs.Restore(damaged.artifact, placement=lab.placement()), policy)
+    assert ask(restored.engine) == kept.answer
+
+
+def test_every_byte_is_read_when_the_policy_says_so(lab, damaged):
+    lab.run(cs.Verify(damaged.artifact, store=damaged.pack.parents[2]))
+    report = lab.run(cs.Restore(damaged.artifact, placement=lab.placement()), {"weights.verify": "full"})
+    assert report.receipt("verify-packs").bytes >= SIZE_BYTES
+
+
+# -- policy -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_weights_of_an_artifact_are_where_they_are(lab, packed):
+    with pytest.raises(UnsupportedError, match="are in packs") as refusal:
+        lab.run(cs.Restore(packed, placement=lab.placement()), {"weights.mode": "image"})
+    assert refusal.value.field == "weights.mode"
+    with pytest.raises(UnsupportedError, match="where GDS cannot bring them"):
+        policy = {"io.hydration_backend": "gds", "io.verify_mode": "preverified"}
+        lab.run(cs.Restore(packed, placement=lab.placement()), policy)
+
+
+def test_an_engine_without_a_memory_provider_is_refused_where_native_is_asked_for(lab):
+    with pytest.raises(UnsupportedError, match="weights.mode"):
+        lab.capture(lab.engine(), policy={"weights.mode": "native"})
+
+
+def test_a_store_where_the_engine_cannot_see_it_is_refused(lab, home):
+    with pytest.raises(AdmissionError, match="/dev/shm/store lies in /dev/shm"):
+        lab.capture(lab.engine(weights=str(home.checkpoint)), store="/dev/shm/store")
+
+
+# -- at rest ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_artifact_with_a_pack_is_verified_and_deleted_with_it(lab, damaged):
+    store = damaged.pack.parents[2]
+    found = lab.run(cs.Verify(damaged.artifact, verify="full", store=store))
+    assert found.receipt("verify").details["packs"] == 1
+    flip(damaged.pack)
+    with pytest.raises(IntegrityError, match=damaged.pack.name):
+        lab.run(cs.Verify(damaged.artifact, verify="full", store=store))
+
+    lab.run(cs.Delete(damaged.artifact, store=store, roots=[damaged.artifact.path.parent]))
+
+    assert not damaged.artifact.path.exists()
+    assert not damaged.pack.exists()
+
+
+# -- asleep -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_sleeps_and_wakes_as_often_as_it_is_asked_to(lab, home):
+    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
+    expected = ask(engine)
+
+    for _ in range(2):
+        assert lab.run(cs.Sleep(engine)).workload == "the engine's memory is sleeping"
+    asleep = lab.run(cs.Status(engine)).receipt("status").details
+    assert (asleep["memory"], asleep["weights_mapped_bytes"], asleep["requests_open"]) == ("sleeping", 0, 0)
+    with pytest.raises(TimeoutError):
+        ask(engine, timeout_s=0.5)
+
+    half = lab.run(cs.Wake(engine, tags=["weights"])).receipt("wake").details
+    assert (half["memory"], half["kv_cache_mapped_bytes"]) == ("sleeping", 0)
+    for _ in range(2):
+        assert lab.run(cs.Wake(engine)).workload == "the engine's memory is awake"
+    assert ask(engine) == expected
+    assert lab.run(cs.Status(engine)).receipt("status").effective == "awake"
+
+
+def test_a_sleeping_engine_is_not_captured_and_says_why(lab, home):
+    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
+    lab.run(cs.Sleep(engine))
+
+    with pytest.raises(AdmissionError, match="the memory of worker.[0-9]+ is sleeping; wake the engine first"):
+        lab.capture(engine)
+
+    lab.run(cs.Wake(engine))
+    assert ask(engine)
+
+
+def test_a_sleep_that_fails_leaves_the_engine_serving(lab, home):
+    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
+    expected = ask(engine)
+    (lab.directory / "store").write_text("in the way")
+
+    with pytest.raises(ColdSnapError) as failed:
+        lab.run(cs.Sleep(engine, store=lab.directory / "store"))
+
+    assert "running as before" in failed.value.report.workload
+    assert ask(engine) == expected
+
+
+def test_an_engine_without_a_memory_provider_cannot_sleep(lab):
+    engine = lab.launch()
+    with pytest.raises(UnsupportedError, match="has no memory that can leave"):
+        lab.run(cs.Sleep(engine))
+    assert lab.run(cs.Status(engine)).receipt("status").effective == "awake"
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+AFTER_RELEASE = ["release", "dump", "hydrate", "resume", "seal", "commit"]
+
+
+@pytest.mark.parametrize("step", AFTER_RELEASE)
+def test_a_capture_that_fails_brings_the_weights_back(lab, kept, step):
+    before = "commit" if step == "commit" else None
+    fault = FaultPlan.parse(f"{step}:{'before' if before else 'after'}:raise")
+
+    with pytest.raises(StepError) as failed:
+        lab.capture(kept.engine, then="keep", store=kept.store, fault_point=fault)
+
+    assert "running as before" in failed.value.report.workload
+    assert ask(kept.engine) == kept.answer
+    assert lab.run(cs.Status(kept.engine)).receipt("status").effective == "awake"
+    assert not list(lab.directory.glob("artifact*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["release:before", "release:after", "dump:after", "hydrate:after"])
+def test_a_caller_that_is_killed_leaves_weights_and_engine_as_they_were(lab, kept, step):
+    lab.facts.save(lab.directory / "facts.json")
+    job = {
+        "operation": "handle",
+        "faults": [f"{step}:kill-caller"],
+        "run_dir": str(kept.engine.run_dir),
+        "output": str(lab.directory / "artifact"),
+        "facts": str(lab.directory / "facts.json"),
+        "then": "keep",
+    }
+    done = subprocess.run([sys.executable, str(CASE), json.dumps(job)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -9, done.stderr
+
+    until(lambda: kept.engine.status().operation is None, "the end of the operation")
+
+    assert kept.engine.status().interrupted.operation == "capture"
+    assert ask(kept.engine) == kept.answer
+    assert not (lab.directory / "artifact").exists()
+
+
+def test_a_restore_that_fails_while_it_hydrates_leaves_nothing(lab, packed):
+    port = unused_port()
+    with pytest.raises(StepError):
+        lab.restore(packed, port=port, fault_point=FaultPlan.parse("hydrate:after:raise"))
+    assert port_is_free(port)
+    until(lambda: not tagged(lab.tag), "the end of every process")
