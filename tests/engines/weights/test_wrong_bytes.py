@@ -129,6 +129,24 @@ def test_the_generation_of_another_memory_is_refused_and_the_differences_are_nam
     other.close()
 
 
+def test_an_earlier_generation_of_the_same_memory_is_refused(worker, tmp_path):
+    first = released(worker, tmp_path)
+    worker.worker.hydrate({})
+    worker.memory.copy_from_host(worker.weights[2].address + 4_500, memoryview(b"later"))
+    released(worker, tmp_path / "later")
+
+    with pytest.raises(AdmissionError, match="not the one that this process released"):
+        worker.worker.hydrate(
+            {
+                "directory": str(tmp_path / "artifact" / "weights" / "worker-0"),
+                "manifest_sha256": first["manifest_sha256"],
+                "pack": str(only(tmp_path / "store", "*.pack")),
+            }
+        )
+
+    assert status(worker)["regions"]["weights"]["mapped_bytes"] == 0
+
+
 def test_the_generation_of_another_worker_is_refused(worker, tmp_path):
     released(worker, tmp_path)
     other = Worker(SMALL)

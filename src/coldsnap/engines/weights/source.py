@@ -80,7 +80,10 @@ class MemorySource:
 
 def digests_of(sources: Sequence[MemorySource], *, threads: int) -> tuple[PackEntry, ...]:
     """Read every source once, and return the index of the pack that holds them."""
-    sums = in_threads(_sums, sources, threads=threads)
+    # The longest first: all cores end together.
+    order = sorted(range(len(sources)), key=lambda index: -sources[index].size)
+    found = dict(zip(order, in_threads(_sums, (sources[index] for index in order), threads=threads), strict=True))
+    sums = [found[index] for index in range(len(sources))]
     _, offsets, _ = layout([(digest, source.size) for (digest, _), source in zip(sums, sources, strict=True)])
     return tuple(
         PackEntry(offset=offset, size=source.size, sha256=digest, crc32=crc32)

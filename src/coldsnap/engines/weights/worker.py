@@ -308,7 +308,7 @@ class WorkerMemory:
             written.pack_path,
             written.manifest_sha256,
         )
-        return admit(
+        admitted = admit(
             directory,
             pack=pack,
             manifest_sha256=manifest_sha256,
@@ -316,6 +316,12 @@ class WorkerMemory:
             worker=self._worker,
             verify=asked.verify,
         )
+        if manifest_sha256 != written.manifest_sha256:
+            raise AdmissionError(
+                f"the generation in {directory} ({manifest_sha256}) is not the one that this process released "
+                f"({written.manifest_sha256}): its residual is of another moment; name the process's own"
+            )
+        return admitted
 
     def _reading(self, asked: HydrateRequest, last: Asleep) -> Reading:
         backend = asked.hydration_backend("python" if last.python else "auto")
