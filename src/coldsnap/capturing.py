@@ -16,6 +16,7 @@ from coldsnap.artifact.durable import COMMITTED
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.endpoint import await_ready, log_tail
+from coldsnap.engines.environment import require_interpreter
 from coldsnap.engines.settings import inherited_environment
 from coldsnap.engines.specs import COMMAND, SPEC, EngineRecord, spec_from_text
 from coldsnap.errors import AcceptanceError, AdmissionError, EngineError, UnsupportedError
@@ -112,6 +113,9 @@ def admit_engine(session: Session, step: AdmitEngine) -> Receipt:
     launch = session.plan["launch"]
     assert isinstance(launch, LaunchEngine)  # noqa: S101 - resolve puts both in a plan or neither
     session.engine = engine = spec_from_text(launch.spec)
+    # The cheap looks first: to ask the interpreter takes a second on a busy machine.
+    require_interpreter(step.python)
+    engine.require_model(inherited_environment())
     session.environment = engine.inspect(inherited_environment() | dict(launch.environment))
     engine.admit(session.environment)
     session.model = engine.identify(inherited_environment())

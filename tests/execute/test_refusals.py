@@ -72,6 +72,20 @@ def test_an_interpreter_that_is_not_there_is_refused(lab, refused):
     refused(AdmissionError, "/nowhere/bin/python cannot be started", lambda: lab.launch(spec))
 
 
+def test_a_model_that_is_not_there_is_refused_before_an_interpreter_is_started(lab, refused, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    python.chmod(0o755)
+
+    refused(
+        AdmissionError,
+        "the model directory .*/nowhere does not exist",
+        lambda: lab.launch(cs.VLLM(tmp_path / "nowhere", python=str(python))),
+    )
+
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_run_directory_too_long_for_the_sockets_of_its_ranks_is_refused_in_the_hosts_namespaces(lab, criu, tmp_path):
     placement = cs.local(port=unused_port(), run_dir=tmp_path / ("r" * 90))
     policy = cs.Policy(process=cs.Process(namespace="host"))

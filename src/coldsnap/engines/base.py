@@ -110,6 +110,16 @@ class Engine(Protocol):
             AdmissionError: Its files are missing or not those of a model that can be captured.
         """
 
+    def require_model(self, environ: Mapping[str, str]) -> None:
+        """Refuse a model that is plainly not there: what takes a millisecond to see, before anything is started.
+
+        Args:
+            environ: As for :meth:`identify`.
+
+        Raises:
+            AdmissionError: As for :meth:`identify`.
+        """
+
     def inspect(self, environ: Mapping[str, str], *, timeout_s: float = 30.0) -> EngineEnvironment:
         """Ask the engine's interpreter what it has installed.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -23,7 +24,14 @@ from coldsnap.artifact import record
 from coldsnap.engines import environment_probe
 from coldsnap.errors import AdmissionError, FormatError
 
-__all__ = ["EngineEnvironment", "Site", "environment_still_is", "inspect_environment", "own_code_digest"]
+__all__ = [
+    "EngineEnvironment",
+    "Site",
+    "environment_still_is",
+    "inspect_environment",
+    "own_code_digest",
+    "require_interpreter",
+]
 
 
 @frozen(kw_only=True)
@@ -81,6 +89,16 @@ class EngineEnvironment:
 def own_code_digest() -> str:
     """Return the digest of the coldsnap that runs here."""
     return environment_probe.code_digest(os.path.dirname(coldsnap.__file__))
+
+
+def require_interpreter(python: str) -> None:
+    """Refuse an interpreter that is plainly not there; nothing is started.
+
+    Raises:
+        AdmissionError: There is no such executable file.
+    """
+    if shutil.which(python) is None:
+        raise AdmissionError(f"the engine's interpreter {python} cannot be started: there is no such executable file")
 
 
 def inspect_environment(

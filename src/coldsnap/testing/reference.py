@@ -109,6 +109,9 @@ class ReferenceEngine:
                 raise AdmissionError(f"the checkpoint {self.weights} cannot be read: {error.strerror}") from error
         return ModelIdentity(kind="local", model=self.model, revision=revision, architecture="Reference")
 
+    def require_model(self, environ: Mapping[str, str]) -> None:
+        """Refuse nothing: there are no files."""
+
     def inspect(self, environ: Mapping[str, str], *, timeout_s: float = 30.0) -> EngineEnvironment:
         """Ask the interpreter what it has installed.
 

@@ -184,14 +184,28 @@ class VLLM:
         Raises:
             AdmissionError: Its files are missing, or it is of a kind that is not captured.
         """
+        self.require_model(environ)
         if self.revision is not None:
             return identify_hub(self.model, self.revision, _hub_cache({**environ, **self.env}))
+        return identify_directory(self.model_argument)
+
+    def require_model(self, environ: Mapping[str, str]) -> None:
+        """Refuse a model that is plainly not there, or of a kind that is not captured; its weights are not read.
+
+        Args:
+            environ: As for :meth:`identify`.
+
+        Raises:
+            AdmissionError: As for :meth:`identify`.
+        """
+        if self.revision is not None:
+            identify_hub(self.model, self.revision, _hub_cache({**environ, **self.env}))
+            return
         directory = Path(self.model_argument)
         config = read_config(directory)
         for limit in arguments.CONFIG_LIMITS:
             if config.get(limit.key) is not None:
                 raise UnsupportedError(f"{directory} {limit.why}", field=f"config.json {limit.key}", works=limit.works)
-        return identify_directory(directory)
 
     def inspect(self, environ: Mapping[str, str], *, timeout_s: float = 30.0) -> EngineEnvironment:
         """Ask the engine's interpreter what it has installed.
