@@ -21,7 +21,17 @@ LAYERS = [
     ["drivers", "engines"],
     ["admission", "behaviour", "describe", "planning", "upkeep", "resolve"],
     [
-        *["runner", "session", "accelerating", "releasing", "sealing", "capturing", "curating", "hydrating"],
+        *[
+            "runner",
+            "session",
+            "accelerating",
+            "releasing",
+            "shrinking",
+            "sealing",
+            "capturing",
+            "curating",
+            "hydrating",
+        ],
         *["restoring", "dozing", "execute", "progress", "diagnosing"],
     ],
     ["testing"],
@@ -112,6 +122,7 @@ def test_only_named_modules_read_the_environment():
 def test_only_the_native_binding_touches_ctypes_and_the_kernel_ones_say_so():
     allowed = {
         "transfer/native.py",
+        "transfer/native_images.py",
         "transfer/interface.py",
         "transfer/heap.py",
         "keeper/kernel.py",

@@ -158,6 +158,47 @@ typedef struct {
   uint64_t length;
 } coldsnap_io_sha256_part;
 
+/* Page images: the pages of a process image in LZ4 blocks (docs/format/pageimage.md). */
+#define COLDSNAP_IO_SEQUENTIAL 1u /* unpack: write one block after the other, zeros too, as a pipe needs it */
+
+typedef struct {
+  uint64_t offset;
+  uint64_t length;
+} coldsnap_io_span;
+
+typedef struct {
+  uint32_t length; /* of the payload. 0: the block is all zeros; that of the block itself: stored; else LZ4 */
+  uint32_t crc32;  /* of the payload */
+} coldsnap_io_block;
+
+typedef struct {
+  uint32_t abi;            /* COLDSNAP_IO_ABI */
+  uint32_t block_bytes;    /* multiple of 4096, at most 4 MiB */
+  uint64_t raw_bytes;      /* of all pages together */
+  uint64_t payload_offset; /* of the first payload in the file; multiple of 4096 */
+  uint32_t alignment;      /* payloads start at multiples of it: 4096, or 1 */
+  uint32_t acceleration;   /* pack: 1 compresses best, more is faster */
+  uint32_t backend;        /* unpack: auto, buffered or direct */
+  uint32_t workers;        /* threads that compress or decompress; others read ahead */
+  uint32_t flags;
+  uint32_t reserved;       /* 0 */
+} coldsnap_io_image;
+
+typedef struct {
+  uint32_t workers;
+  uint32_t reserved;
+  uint64_t raw_bytes;
+  uint64_t zero_bytes;    /* of them in blocks without payload */
+  uint64_t payload_bytes; /* exact lengths */
+  uint64_t end;           /* of the last payload in the file, with its padding */
+  uint64_t buffered_bytes;
+  uint64_t direct_bytes;
+  uint64_t io_ns;         /* sums over threads, as the next two */
+  uint64_t codec_ns;
+  uint64_t write_ns;
+  uint64_t total_ns;
+} coldsnap_io_image_result;
+
 COLDSNAP_IO_API uint32_t coldsnap_io_abi_version(void);
 
 /* The calling thread's last failure; valid until its next call. */
@@ -185,6 +226,19 @@ COLDSNAP_IO_API int coldsnap_io_hydrate(int fd, const coldsnap_io_extent* extent
  * Names are the caller's business: it gives the file its own only after 0. */
 COLDSNAP_IO_API int coldsnap_io_capture(int fd, coldsnap_io_extent* extents, uint64_t count,
                                         const coldsnap_io_options* options, coldsnap_io_result* result);
+
+/* For each page from the start of a file: 1 when it is all zeros, else 0. */
+COLDSNAP_IO_API int coldsnap_io_zero_pages(int fd, uint8_t* zero, uint64_t pages);
+
+/* Compress the spans of one file, one after the other, into the payloads of another; blocks are the index. */
+COLDSNAP_IO_API int coldsnap_io_pack_pages(int in, const coldsnap_io_span* spans, uint64_t span_count, int out,
+                                           const coldsnap_io_image* image, coldsnap_io_block* blocks, uint64_t block_count,
+                                           coldsnap_io_image_result* result);
+
+/* Bring the pages back: to the start of a file without content, or with SEQUENTIAL to a pipe. Every payload is compared with its
+ * checksum first; MISMATCH names the block as extent. */
+COLDSNAP_IO_API int coldsnap_io_unpack_pages(int in, const coldsnap_io_block* blocks, uint64_t block_count, int out,
+                                             const coldsnap_io_image* image, coldsnap_io_image_result* result);
 
 /* For each block of block_bytes from offset: how many of its pages the page cache holds. */
 COLDSNAP_IO_API int coldsnap_io_residency(int fd, uint64_t offset, uint64_t length, uint64_t block_bytes,

@@ -13,6 +13,7 @@
 #include "file.hpp"
 #include "gds.hpp"
 #include "hydrate.hpp"
+#include "page_image.hpp"
 #include "ring.hpp"
 #include "search.hpp"
 #include "workers.hpp"
@@ -109,6 +110,26 @@ int coldsnap_io_capture(int fd, coldsnap_io_extent* extents, uint64_t count, con
     *result = {};
     result->abi = COLDSNAP_IO_ABI;
     capture(fd, {extents, count}, *options, *result);
+  });
+}
+
+int coldsnap_io_zero_pages(int fd, uint8_t* zero, uint64_t pages) {
+  return guarded([&] { find_zero_pages(fd, {zero, pages}); });
+}
+
+int coldsnap_io_pack_pages(int in, const coldsnap_io_span* spans, uint64_t span_count, int out, const coldsnap_io_image* image,
+                           coldsnap_io_block* blocks, uint64_t block_count, coldsnap_io_image_result* result) {
+  return guarded([&] {
+    *result = {};
+    pack_pages(in, {spans, span_count}, out, *image, {blocks, block_count}, *result);
+  });
+}
+
+int coldsnap_io_unpack_pages(int in, const coldsnap_io_block* blocks, uint64_t block_count, int out,
+                             const coldsnap_io_image* image, coldsnap_io_image_result* result) {
+  return guarded([&] {
+    *result = {};
+    unpack_pages(in, {blocks, block_count}, out, *image, *result);
   });
 }
 

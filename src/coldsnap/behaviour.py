@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
+from coldsnap.drivers.image_profile import image_compression
 from coldsnap.errors import UnsupportedError
 from coldsnap.plan import Decision
 from coldsnap.policy import Policy, ResolvedPolicy, leaves
@@ -73,7 +74,7 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
     "io.chunk_bytes": ANY,
     "io.native_library": ANY,
     "io.native_sha256": ANY,
-    "io.image_compression": ("auto", "none"),
+    "io.image_compression": ANY,
 }
 
 
@@ -165,7 +166,7 @@ def _capture(resolved: ResolvedPolicy, context: Context) -> _Rows:
         ("process.shape_calibration", "disabled", calibration),
         ("process.secrets", resolved["process.secrets"], _SECRETS[resolved["process.secrets"]]),
         ("graphs.policy", *graphs),
-        ("io.image_compression", "none", "images are restored as CRIU wrote them"),
+        ("io.image_compression", *image_compression(resolved["io.image_compression"])),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal, Protocol, assert_never
 
-from coldsnap import accelerating, capturing, curating, dozing, hydrating, releasing, restoring, sealing
+from coldsnap import accelerating, capturing, curating, dozing, hydrating, releasing, restoring, sealing, shrinking
 from coldsnap.plan import Plan
 from coldsnap.receipts import Event, EventSink, Receipt, Report
 from coldsnap.runner import run
@@ -47,6 +47,7 @@ from coldsnap.steps import (
     ResumeEngine,
     SealArtifact,
     SettleWorkload,
+    ShrinkPages,
     SleepEngine,
     StageCapsule,
     StartKeeper,
@@ -165,6 +166,8 @@ def _act(session: Session, step: Step) -> Receipt:
             return capturing.dump(session, step)
         case ResumeEngine():
             return capturing.resume(session, step)
+        case ShrinkPages():
+            return shrinking.shrink(session, step)
         case SealArtifact():
             return sealing.seal(session, step)
         case CommitArtifact():

@@ -29,6 +29,7 @@ from coldsnap.keeper.undo import KILL
 from coldsnap.policy import Compatibility
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
+from coldsnap.shrinking import feed_of
 from coldsnap.steps import AdmitArtifact, CompareAnswer, Reconnect, StageCapsule, StartKeeper, ThawTree, VerifyFiles
 from coldsnap.transfer.native import packaged
 
@@ -132,7 +133,7 @@ def stage(session: Session, step: StageCapsule) -> Receipt:
     )
     (captured,) = (listener for listener in capsule.listeners if listener.role == "api")
     rebind = n610.Rebind(port=captured.port, to_port=step.port, to_address=step.address)
-    session.staged = staged = n610.stage_tree(keeper, opened.path / capsule.path, rebind=rebind)
+    session.staged = staged = n610.stage_tree(keeper, opened.path / capsule.path, rebind=rebind, feed=feed_of(step))
     session.stack.callback(staged.release)
     moved = staged.ports.moved
     return Receipt(

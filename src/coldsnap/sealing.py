@@ -19,6 +19,7 @@ from coldsnap.host.secrets import secret_names
 from coldsnap.receipts import Receipt
 from coldsnap.releasing import WEIGHTS, describe_weights, require_outside
 from coldsnap.session import Session
+from coldsnap.shrinking import searchable, stored_pages
 from coldsnap.steps import CommitArtifact, ReleaseWeights, SealArtifact
 
 __all__ = ["CAPSULE", "commit", "descriptor", "seal"]
@@ -40,7 +41,7 @@ def seal(session: Session, step: SealArtifact) -> Receipt:
     if session.released:
         store = session.plan["release"]
         assert isinstance(store, ReleaseWeights)  # noqa: S101 - nothing else fills ``released``
-        looked_for = require_outside(session, store.store, [writer.path / file.path for file in files])
+        looked_for = require_outside(session, store.store, [writer.path / file.path for file in searchable(files)])
         weights = writer.seal(WEIGHTS)
         session.weights = describe_weights(session, {file.path: file for file in weights}, store.store)
         files += weights
@@ -137,6 +138,7 @@ def _capsule(session: Session, dumped: n610.DumpedTree) -> format9.CapsuleUnit:
         ),
         namespace="private" if keeper.private else "host",
         run_dir=keeper.tree_dir,
+        pages=stored_pages(session.shrunk),
         files=session.sealed,
     )
 

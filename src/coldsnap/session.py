@@ -19,6 +19,7 @@ from coldsnap.artifact import Artifact, ArtifactWriter, FileRecord, Weights
 from coldsnap.describe import short_name
 from coldsnap.drivers.cuda import CudaHelper
 from coldsnap.drivers.n610 import DumpedTree, StagedTree, ThawedTree
+from coldsnap.drivers.page_images import ShrunkPages
 from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import Engine
 from coldsnap.engines.control import Ranks
@@ -97,6 +98,7 @@ class Session:
     answer: Answer | None = None
     writer: ArtifactWriter | None = None
     dumped: DumpedTree | None = None
+    shrunk: ShrunkPages | None = None
     sealed: tuple[FileRecord, ...] = ()
     released: Mapping[str, Released] = field(factory=dict)
     weights: Weights | None = None

@@ -67,6 +67,7 @@ __all__ = [
     "ResumeEngine",
     "SealArtifact",
     "SettleWorkload",
+    "ShrinkPages",
     "SleepEngine",
     "StageCapsule",
     "StartKeeper",
@@ -242,6 +243,24 @@ class ResumeEngine(BaseStep):
 
 
 @frozen(kw_only=True)
+class ShrinkPages(BaseStep):
+    """Leave zero pages out of the process image, and compress it; a workload that is kept runs on meanwhile.
+
+    Attributes:
+        compression: none or lz4.
+        zero_pages: Those of anonymous private memory. drop: left out; many: left out of a file of which they are a
+            sixteenth or more; keep.
+        workers: Threads that compress; 0: one for each processor.
+    """
+
+    phase: ClassVar[Phase] = "SEAL"
+    unit: str
+    compression: Literal["none", "lz4"]
+    zero_pages: Literal["drop", "many", "keep"]
+    workers: int
+
+
+@frozen(kw_only=True)
 class SealArtifact(BaseStep):
     """Digest every file and write descriptor and evidence."""
 
@@ -279,12 +298,20 @@ class StartKeeper(BaseStep):
 
 @frozen(kw_only=True)
 class StageCapsule(BaseStep):
-    """Put the volatile files back, write the directive, and move ports that are taken."""
+    """Put the volatile files back, write the directive, and move ports that are taken.
+
+    Attributes:
+        pages: How the memory of processes reaches CRIU: stored (the artifact's own files), rebuilt (compressed ones
+            become files in memory) or stream (through pipes while CRIU restores).
+        workers: Threads that decompress.
+    """
 
     phase: ClassVar[Phase] = "STAGE"
     unit: str
     address: str
     port: int
+    pages: Literal["stored", "rebuilt", "stream"]
+    workers: int
 
 
 @frozen(kw_only=True)
@@ -377,6 +404,7 @@ Step = (
     | CheckpointCuda
     | DumpTree
     | ResumeEngine
+    | ShrinkPages
     | SealArtifact
     | CommitArtifact
     | SettleWorkload

@@ -20,7 +20,7 @@ from coldsnap.artifact.store import Store
 
 DOCUMENTS = Path(__file__).parents[2] / "docs" / "format"
 CODE = Path(coldsnap.__file__).parent / "artifact"
-RULE = re.compile(r"\b(?:json|descriptor|evidence|pack|extent|manifest|store|validation|overlay|oci)\.\d+\b")
+RULE = re.compile(r"\b(?:json|descriptor|evidence|pack|extent|manifest|store|validation|overlay|oci|pageimage)\.\d+\b")
 # What a restore does with memory is enforced by those who restore; here are the words.
 ELSEWHERE = {"manifest.6", "manifest.7", "manifest.8"}
 

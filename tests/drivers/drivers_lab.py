@@ -86,10 +86,10 @@ class Lab:
         with keeper.operation("capture", undo):
             return capsule, n610.dump_tree(keeper, self.criu, capsule, leave=leave, timeout_s=timeout_s)
 
-    def restore(self, capsule, namespace="private", rebind=None, run_dir=None, timeout_s=30.0):
+    def restore(self, capsule, namespace="private", rebind=None, run_dir=None, timeout_s=30.0, feed=None):
         keeper = self.keeper(namespace, run_dir)
         with keeper.operation("restore", [KILL]):
-            staged = n610.stage_tree(keeper, capsule, rebind=rebind)
+            staged = n610.stage_tree(keeper, capsule, rebind=rebind, feed=feed)
             return keeper, n610.thaw_tree(keeper, self.criu, staged, timeout_s=timeout_s)
 
     def connect(self, run_dir):

@@ -109,6 +109,9 @@ def test_structures_are_laid_out_as_the_header_says(tmp_path):
         "match": interface.Match,
         "sha256_stream": interface.Stream,
         "sha256_part": interface.Part,
+        "span": interface.Span,
+        "image": interface.Image,
+        "image_result": interface.ImageResult,
     }
     lines = []
     for name, structure in pairs.items():

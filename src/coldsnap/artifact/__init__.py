@@ -15,6 +15,7 @@ from coldsnap.artifact.capsule import (
     FileRecord,
     Listener,
     LogFile,
+    Pages,
     VolatileFile,
 )
 from coldsnap.artifact.committed import Artifact
@@ -62,6 +63,7 @@ __all__ = [
     "Listener",
     "LogFile",
     "Model",
+    "Pages",
     "Python",
     "Requires",
     "SnapshotDriver",

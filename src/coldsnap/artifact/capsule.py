@@ -20,6 +20,7 @@ __all__ = [
     "FileRecord",
     "Listener",
     "LogFile",
+    "Pages",
     "VolatileFile",
 ]
 
@@ -129,6 +130,23 @@ class LogFile:
 
 
 @frozen(kw_only=True)
+class Pages:
+    """How the memory of the processes is stored.
+
+    Attributes:
+        compression: none: CRIU's own files of pages; lz4: page images (``docs/format/pageimage.md``) in their place.
+        raw_bytes: What CRIU wrote; 0: not told.
+        zero_bytes: Of them zero pages that were left out.
+        stored_bytes: What the files take.
+    """
+
+    compression: Literal["none", "lz4"] = "none"
+    raw_bytes: int = field(default=0, validator=record.at_least(0))
+    zero_bytes: int = field(default=0, validator=record.at_least(0))
+    stored_bytes: int = field(default=0, validator=record.at_least(0))
+
+
+@frozen(kw_only=True)
 class CapsuleUnit:
     """One unit's process tree at rest.
 
@@ -145,6 +163,7 @@ class CapsuleUnit:
         logs: Recorded sizes; empty where the driver makes logs anew, as n610 does.
         namespace: ``private`` (pid, mount, ipc) or ``host``.
         run_dir: The run directory as the tree sees it.
+        pages: How the memory of the processes is stored.
         files: Every file of the capsule.
     """
 
@@ -161,6 +180,7 @@ class CapsuleUnit:
     logs: tuple[LogFile, ...] = ()
     namespace: Literal["private", "host"]
     run_dir: str = field(validator=record.matching(r"/[^\x00]+", "an absolute path"))
+    pages: Pages = Pages()
     files: tuple[FileRecord, ...] = field(validator=record.one_of_each(lambda file: file.path, "file"))
 
     def __attrs_post_init__(self) -> None:

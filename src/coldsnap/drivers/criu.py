@@ -16,10 +16,10 @@ from typing import Any
 
 from attrs import field, frozen
 
-from coldsnap.drivers.base import Spawner
+from coldsnap.drivers.base import Spawner, end_process
 from coldsnap.drivers.messages import enum_value, message
-from coldsnap.drivers.swrk import IMAGES_FD, SHARED_FD, WORK_FD, Session, local_spawner
-from coldsnap.errors import DriverError
+from coldsnap.drivers.swrk import IMAGES_FD, PAGES_FD, SHARED_FD, WORK_FD, Session, local_spawner
+from coldsnap.errors import DriverError, StepTimeout
 
 __all__ = ["Criu", "Features", "log_tail"]
 
@@ -35,6 +35,7 @@ NOISE = "Can't setup RLIMIT_NOFILE"
 """Without CAP_SYS_RESOURCE CRIU complains that it cannot raise its own file limit, and goes on."""
 
 CHECK_TIMEOUT_S = 20.0
+PIDFILE = "restored.pid"
 
 Notify = Callable[[int], None]
 
@@ -168,6 +169,7 @@ class Criu:
         work_fd: int,
         timeout_s: float,
         replace: Mapping[str, bytes] | None = None,
+        pages: Mapping[str, int] | None = None,
         notify: Mapping[str, Notify] | None = None,
     ) -> int:
         """Bring a process tree back.
@@ -177,6 +179,8 @@ class Criu:
             work_fd: Directory for ``restore.log`` and ``stats-restore``; with ``replace``, for ``images`` too.
             timeout_s: Deadline, s.
             replace: Image files that CRIU is to see in place of those of the directory.
+            pages: Descriptors of files of pages that the directory does not have; CRIU takes from them what it has
+                restored, so that no page is there twice.
             notify: By notification; ``post-restore`` brings the root's pid.
 
         Returns:
@@ -187,11 +191,52 @@ class Criu:
             StepTimeout: The deadline passed; what was restored may still be there.
         """
         # The root becomes a child of CRIU's parent, the keeper: nobody else could reap it or see it end.
-        options = {"log_file": "restore.log", "rst_sibling": True}
-        with _composed(images_fd, work_fd, replace or {}) as (seen_fd, started):
+        options = {"log_file": "restore.log", "rst_sibling": True, "auto_dedup": bool(pages)}
+        numbers = {name: PAGES_FD + index for index, name in enumerate(pages or {})}
+        with _composed(images_fd, work_fd, replace or {}, numbers) as (seen_fd, started):
             fds = {IMAGES_FD: seen_fd, WORK_FD: work_fd, SHARED_FD: images_fd}
+            fds |= {numbers[name]: fd for name, fd in (pages or {}).items()}
             work = _Work(fds=fds, timeout_s=timeout_s, notify=notify or {}, started=started)
             return int(self._work("RESTORE", options, work).restore.pid)
+
+    def restore_streamed(self, *, images_fd: int, work_fd: int, timeout_s: float) -> int:
+        """Bring a process tree back whose images somebody serves on a socket in their directory (``page_stream``).
+
+        Args:
+            images_fd: The directory with the socket.
+            work_fd: Directory for ``restore.log`` and the root's pid.
+            timeout_s: Deadline, s.
+
+        Returns:
+            The root's pid. It is a child of the spawner.
+
+        Raises:
+            DriverError: CRIU refused, and killed what it had restored.
+            StepTimeout: The deadline passed; what was restored may still be there.
+        """
+        # As a command: criu swrk that is told to stream aborts (cr-service.c opens the directory for neither way).
+        options = "--restore-detached --restore-sibling --stream --file-locks --link-remap --tcp-established -v4"
+        options += f" --images-dir /proc/self/fd/{IMAGES_FD} --work-dir /proc/self/fd/{WORK_FD} --log-file restore.log"
+        options += f" --libdir /proc/self/fd/{WORK_FD} --network-lock skip --manage-cgroups=ignore --pidfile {PIDFILE}"
+        argv = (self.path, "restore", "--no-default-config", *options.split())
+        with local_spawner() if self._spawner is None else nullcontext(self._spawner) as spawner:
+            fds = {IMAGES_FD: images_fd, WORK_FD: work_fd}
+            env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+            pid = spawner.spawn_helper(argv, env=env, name="criu-restore", fds=fds)
+            try:
+                status = spawner.wait_helper(pid, timeout_s=timeout_s)
+            except TimeoutError as error:
+                end_process(spawner.proc_fd, pid)
+                text = f"criu restore did not end within {timeout_s:g} s and was stopped"
+                raise StepTimeout(text, seconds=timeout_s) from error
+        tail = log_tail(work_fd, "restore.log")
+        if status:
+            reason = next((line for line in tail.splitlines() if COMPLAINT in line), f"it ended with status {status}")
+            raise DriverError(f"criu restore failed: {reason}", command=f"{self.path} restore", log_tail=tail)
+        with open(os.open(PIDFILE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=work_fd)) as file:
+            root = int(file.read())
+        os.unlink(PIDFILE, dir_fd=work_fd)
+        return root
 
     def _work(self, command: str, options: Mapping[str, Any], work: _Work) -> Any:
         request = message("criu_req")()
@@ -232,13 +277,21 @@ class Criu:
 
 
 @contextmanager
-def _composed(images_fd: int, work_fd: int, replace: Mapping[str, bytes]) -> Iterator[tuple[int, Notify]]:
+def _composed(
+    images_fd: int, work_fd: int, replace: Mapping[str, bytes], pages: Mapping[str, int]
+) -> Iterator[tuple[int, Notify]]:
     """Make a directory that shows some image files replaced, the others shared; it lives as long as the restore.
+
+    Args:
+        images_fd: The files that are shared.
+        work_fd: Where to make it.
+        replace: Content of files in place of shared ones.
+        pages: Further files: number of CRIU's descriptor.
 
     Yields:
         The directory's descriptor, and what to call with CRIU's pid once that is known.
     """
-    if not replace:
+    if not replace and not pages:
         yield images_fd, lambda _pid: None
         return
     name = f"images-{secrets.token_hex(4)}"
@@ -251,6 +304,8 @@ def _composed(images_fd: int, work_fd: int, replace: Mapping[str, bytes]) -> Ite
         for image in os.listdir(images_fd):
             if image not in replace:
                 os.symlink(f"/proc/{criu_pid}/fd/{SHARED_FD}/{image}", image, dir_fd=fd)
+        for image, number in pages.items():
+            os.symlink(f"/proc/{criu_pid}/fd/{number}", image, dir_fd=fd)
 
     try:
         for image, data in replace.items():

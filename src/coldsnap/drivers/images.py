@@ -20,7 +20,19 @@ from coldsnap.drivers.messages import enum_value, message
 from coldsnap.drivers.sockets import TcpSocket, to_address, to_words
 from coldsnap.errors import FormatError
 
-__all__ = ["DumpStats", "FilesImage", "RegularFile", "read_claims", "read_entries", "read_pids", "read_stats"]
+__all__ = [
+    "COMMON_MAGIC",
+    "DumpStats",
+    "FilesImage",
+    "RegularFile",
+    "join_messages",
+    "parse_entry",
+    "read_claims",
+    "read_entries",
+    "read_messages",
+    "read_pids",
+    "read_stats",
+]
 
 COMMON_MAGIC, SERVICE_MAGIC = 0x54564319, 0x55105940
 KINDS = {
@@ -96,8 +108,22 @@ def read_entries(directory_fd: int, name: str) -> list[Any]:
         FormatError: Rules image.1 to image.3 of ``docs/drivers.md``.
     """
     common, magic, entry = KINDS[name]
+    return [parse_entry(entry, data, name) for data in read_messages(directory_fd, name, (common, magic))]
+
+
+def read_messages(directory_fd: int, name: str, magic: tuple[int, int]) -> list[bytes]:
+    """Read every entry of an image file without parsing it.
+
+    Args:
+        directory_fd: The directory of images.
+        name: The file.
+        magic: The two numbers that it starts with.
+
+    Raises:
+        FormatError: Rules image.1 to image.3 of ``docs/drivers.md``.
+    """
     data = _read(directory_fd, name)
-    if len(data) < HEADER.size or HEADER.unpack_from(data) != (common, magic):
+    if len(data) < HEADER.size or HEADER.unpack_from(data) != magic:
         raise FormatError("its magic numbers are not those of this kind of image", path=name, rule="image.2")
     entries, at = [], HEADER.size
     while at < len(data):
@@ -107,28 +133,42 @@ def read_entries(directory_fd: int, name: str) -> list[Any]:
         at += LENGTH.size
         if at + size > len(data):
             raise FormatError(f"it ends inside an entry, at byte {at}", path=name, rule="image.3")
-        entries.append(_parse(entry, data[at : at + size], name, at))
+        entries.append(data[at : at + size])
         at += size
     return entries
 
 
-def _parse(entry: str, data: bytes, name: str, at: int) -> Any:
+def parse_entry(entry: str, data: bytes, name: str) -> Any:
+    """Parse one entry.
+
+    Args:
+        entry: Its message.
+        data: As read.
+        name: The file, for errors.
+
+    Raises:
+        FormatError: Rule image.3.
+    """
     from google.protobuf.message import DecodeError  # noqa: PLC0415  (protobuf loads with the first message)
 
     parsed = message(entry)()
     try:
         parsed.ParseFromString(data)
     except DecodeError as error:
-        raise FormatError(f"the entry at byte {at} is not a {entry}", path=name, rule="image.3") from error
+        raise FormatError(f"an entry is not a {entry}", path=name, rule="image.3") from error
     return parsed
 
 
 def encode_entries(name: str, entries: Iterable[Any]) -> bytes:
     """Return the bytes of an image file with these entries."""
     common, magic, _ = KINDS[name]
-    parts = [HEADER.pack(common, magic)]
-    for entry in entries:
-        data = entry.SerializeToString()
+    return join_messages((common, magic), (entry.SerializeToString() for entry in entries))
+
+
+def join_messages(magic: tuple[int, int], messages: Iterable[bytes]) -> bytes:
+    """Return the bytes of an image file with these entries."""
+    parts = [HEADER.pack(*magic)]
+    for data in messages:
         parts += [LENGTH.pack(len(data)), data]
     return b"".join(parts)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from coldsnap.drivers.image_profile import FEED, WORKERS
 from coldsnap.steps import (
     CheckpointCuda,
     DumpTree,
@@ -69,10 +70,19 @@ def restore_steps(
     port: int,
     timeout_s: float,
     chosen: bool = False,
+    compression: Literal["none", "lz4"] = "none",
 ) -> tuple[Step, ...]:
     """Return the steps from a keeper to a running tree; the last is ``thaw``, or ``unlock-cuda`` with devices."""
     steps: tuple[Step, ...] = (
-        StageCapsule(id="stage", after=(after,), unit=unit, address=address, port=port),
+        StageCapsule(
+            id="stage",
+            after=(after,),
+            unit=unit,
+            address=address,
+            port=port,
+            pages="stored" if compression == "none" else FEED,
+            workers=WORKERS,
+        ),
         ThawTree(id="thaw", after=("stage",), unit=unit, criu=criu, timeout_s=timeout_s),
     )
     if devices:

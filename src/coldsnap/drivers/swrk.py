@@ -22,9 +22,9 @@ from coldsnap.drivers.base import Spawner, end_process
 from coldsnap.drivers.messages import enum_value, message
 from coldsnap.errors import DriverError, StepTimeout
 
-__all__ = ["IMAGES_FD", "SHARED_FD", "WORK_FD", "LocalSpawner", "Session", "local_spawner"]
+__all__ = ["IMAGES_FD", "PAGES_FD", "SHARED_FD", "WORK_FD", "LocalSpawner", "Session", "local_spawner"]
 
-SOCKET_FD, IMAGES_FD, WORK_FD, SHARED_FD = 3, 4, 5, 6
+SOCKET_FD, IMAGES_FD, WORK_FD, SHARED_FD, PAGES_FD = 3, 4, 5, 6, 7
 POLL_S = 0.25
 GRACE_S = 5.0
 """How long CRIU may take to undo what it did, once nobody listens to it any more, s."""

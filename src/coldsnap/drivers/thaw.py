@@ -18,12 +18,15 @@ from coldsnap.drivers.base import TreeKeeper, end_process
 from coldsnap.drivers.criu import Criu
 from coldsnap.drivers.dump import IMAGES, opened_directory
 from coldsnap.drivers.images import FilesImage, read_claims, read_pids
+from coldsnap.drivers.page_images import Feed, RebuiltPages, figures, page_images, rebuild_pages
+from coldsnap.drivers.page_stream import serving
 from coldsnap.drivers.rebind import PortMap, Rebind, Reservation, choose_ports, move_ports
 from coldsnap.drivers.sockets import TcpSocket, read_tcp
 from coldsnap.drivers.tree_record import HeldDevice, TreeRecord, read_tree_record
 from coldsnap.drivers.volatile import put_back, remove_volatile
 from coldsnap.drivers.volatile_index import VolatileFiles, read_index
 from coldsnap.errors import AdmissionError
+from coldsnap.transfer.native_images import ImageMoved
 
 __all__ = ["StagedTree", "ThawedTree", "stage_tree", "thaw_tree"]
 
@@ -44,6 +47,8 @@ class StagedTree:
         listeners: Where the restored tree will listen.
         volatile: The files that were put back.
         record: What else is known of the tree.
+        feed: How compressed pages reach CRIU.
+        pages: Files of pages that were compressed, in memory.
         stage_s: How long it took, s.
     """
 
@@ -53,12 +58,15 @@ class StagedTree:
     listeners: tuple[TcpSocket, ...]
     volatile: VolatileFiles
     record: TreeRecord
+    feed: Feed
+    pages: RebuiltPages
     stage_s: float
     _held: Reservation = field(factory=Reservation)
 
     def release(self) -> None:
-        """Let go of the reserved ports."""
+        """Let go of the reserved ports, and of pages in memory."""
         self._held.close()
+        self.pages.close()
 
     def discard(self, keeper: TreeKeeper) -> None:
         """Let go of the ports and remove the files that were put back: this tree will not be thawed."""
@@ -79,6 +87,7 @@ class ThawedTree:
         image_bytes: Size of CRIU's files.
         thaw_s: From the request to CRIU's answer, s.
         wait_s: How long captured pids were waited for, s.
+        pages: What bringing compressed files of pages back took.
         grown: Files that have grown since the dump: the tree goes on where it had been.
     """
 
@@ -90,21 +99,23 @@ class ThawedTree:
     image_bytes: int
     thaw_s: float
     wait_s: float
+    pages: tuple[ImageMoved, ...]
     grown: tuple[str, ...]
 
     @property
     def details(self) -> Mapping[str, float]:
         """The figures of a receipt."""
-        return {"criu_s": self.thaw_s, "pids_s": self.wait_s}
+        return {"criu_s": self.thaw_s, "pids_s": self.wait_s, **figures(self.pages)}
 
 
-def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) -> StagedTree:
+def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None, feed: Feed | None = None) -> StagedTree:
     """Put the volatile files back and choose and hold the ports; may run beside anything but the thaw.
 
     Args:
         keeper: Of the tree to be.
         capsule_dir: The capsule; only read.
         rebind: Where the API is to listen; ``None``: where it listened.
+        feed: How compressed pages reach CRIU.
 
     Returns:
         What :func:`thaw_tree` takes; ``discard`` it when it is not thawed.
@@ -113,10 +124,12 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) 
         AdmissionError: The port is taken.
         DriverError: A file is in the way, or the memory is full.
         FormatError: The capsule is broken.
-        IntegrityError: An image file is not whole.
+        IntegrityError: An image file is not whole, or a block of its pages is not what was written.
+        NativeError: Its pages cannot be read, or memory is full.
     """
     began = time.monotonic()
-    held = Reservation()
+    feed = feed or Feed()
+    held, pages = Reservation(), RebuiltPages()
     try:
         with opened_directory(capsule_dir) as capsule_fd:
             volatile, record = read_index(capsule_fd), read_tree_record(capsule_fd)
@@ -126,10 +139,13 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) 
             ports = choose_ports(image.tcp_sockets(), read_tcp(proc_fd, os.getpid()), rebind, held)
             move_ports(image, ports)
             _make_logs(keeper, image)
+            if feed.way == "rebuilt":
+                pages = rebuild_pages(images_fd, feed)
         with opened_directory(capsule_dir) as capsule_fd:
             put_back(volatile, keeper.root_fd, capsule_fd)
     except BaseException:
         held.close()
+        pages.close()
         raise
     return StagedTree(
         capsule_dir=capsule_dir,
@@ -138,6 +154,8 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None) 
         listeners=tuple(each for each in image.tcp_sockets() if each.listening),
         volatile=volatile,
         record=record,
+        feed=feed,
+        pages=pages,
         stage_s=time.monotonic() - began,
         held=held,
     )
@@ -221,6 +239,20 @@ def _end_restored(keeper: TreeKeeper, pids: Iterable[int]) -> None:
             end_process(keeper.proc_fd, pid)
 
 
+def _restore(
+    criu: Criu, staged: StagedTree, images_fd: int, work_fd: int, timeout_s: float
+) -> tuple[int, tuple[ImageMoved, ...]]:
+    """Have CRIU restore; return the root's pid, and what bringing its pages took."""
+    replace = {FilesImage.NAME: staged.image.encode()} if staged.image.edited else {}
+    if staged.feed.way == "rebuilt" or not page_images(images_fd):
+        pages = staged.pages.fds
+        root = criu.restore(images_fd=images_fd, work_fd=work_fd, timeout_s=timeout_s, replace=replace, pages=pages)
+        return root, staged.pages.moved
+    with serving(images_fd, work_fd, replace, staged.feed) as server:
+        root = criu.restore_streamed(images_fd=server.directory_fd, work_fd=work_fd, timeout_s=timeout_s)
+    return root, tuple(server.moved)
+
+
 def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeout_s: float) -> ThawedTree:
     """Bring a staged tree back under its keeper.
 
@@ -248,10 +280,7 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
             staged.image.forget_sizes(grown)
             _await_pids(keeper.proc_fd, claims)
             pids, waited = captured, time.monotonic()
-            replace = {FilesImage.NAME: staged.image.encode()} if staged.image.edited else {}
-            root = Criu(criu, keeper).restore(
-                images_fd=images_fd, work_fd=work_fd, timeout_s=timeout_s, replace=replace
-            )
+            root, moved = _restore(Criu(criu, keeper), staged, images_fd, work_fd, timeout_s)
             thawed = time.monotonic()
             keeper.adopt(root)
     except BaseException:
@@ -269,5 +298,6 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
         image_bytes=sum(staged.record.image_bytes.values()),
         thaw_s=thawed - waited,
         wait_s=waited - began,
+        pages=moved,
         grown=grown,
     )

@@ -7,6 +7,7 @@ from typing import cast
 from coldsnap.admission import host_problems, require
 from coldsnap.behaviour import Context, decide
 from coldsnap.drivers import sequence
+from coldsnap.drivers.image_profile import image_compression
 from coldsnap.engines.base import Engine
 from coldsnap.engines.specs import spec_of_running, was_launched_releasing
 from coldsnap.errors import UnsupportedError
@@ -43,6 +44,7 @@ from coldsnap.steps import (
     ResumeEngine,
     SealArtifact,
     SettleWorkload,
+    ShrinkPages,
     Step,
 )
 
@@ -88,7 +90,7 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
             *first,
             *_accepted(operation, ready_after),
             *_dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers)),
-            *_committed(operation, native=weights.native),
+            *_committed(operation, resolved, native=weights.native),
         ),
         decisions=(driver_decision(driver, why), cuda_decision(host), *decisions),
         choices=_choices(operation, weights),
@@ -146,16 +148,25 @@ def _dumped(
     return (*before, *image, *back, ResumeEngine(id="resume", after=(after,)))
 
 
-def _committed(operation: Capture, *, native: bool) -> tuple[Step, ...]:
+def _committed(operation: Capture, resolved: ResolvedPolicy, *, native: bool) -> tuple[Step, ...]:
     # A kept workload serves again before its artifact is sealed; with its memory back, nothing needs the files alone.
     kept = operation.then == "keep"
+    compression, _ = image_compression(resolved["io.image_compression"])
     return (
+        ShrinkPages(
+            id="shrink",
+            after=("dump", "resume") if kept else ("dump",),
+            unit=UNIT,
+            compression=compression,
+            zero_pages="many" if compression == "none" else "drop",
+            workers=0,
+        ),
         SealArtifact(
             id="seal",
-            after=("dump",),
+            after=("shrink",),
             output=operation.output,
             weights="packs" if native else "image",
-            image_compression="none",
+            image_compression=compression,
         ),
         CommitArtifact(id="commit", after=("seal",), output=operation.output),
         SettleWorkload(id="settle", after=("commit", "resume") if kept else ("commit",), then=operation.then),

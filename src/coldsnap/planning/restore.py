@@ -9,6 +9,7 @@ from coldsnap.artifact import Artifact, Comparison, Target
 from coldsnap.behaviour import Context, decide
 from coldsnap.describe import target_unit
 from coldsnap.drivers import sequence
+from coldsnap.drivers.image_profile import stored_as
 from coldsnap.errors import CompatibilityError
 from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.operation import Restore, UnitPlacement
@@ -85,6 +86,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             port=unit.port,
             timeout_s=operation.thaw_timeout_s,
             chosen=bool(unit.devices),
+            compression=descriptor.capsule.units[0].pages.compression,
         ),
         *_woken(resolved, operation, store, native=native, thawed="unlock-cuda" if devices else "thaw"),
     ]
@@ -96,6 +98,8 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         store=store,
         reason=weights.reason,
     )
+    stored = stored_as(descriptor.capsule.units[0].pages.compression)
+    pages = Decision(name="pages", requested="", layer="", **stored)
     notes = [
         Decision(name="compatibility", requested="", layer="", effective="admitted", reason=note)
         for note in comparison.notes
@@ -106,7 +110,12 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         subject=f"{descriptor.engine.kind} {descriptor.engine.model.id} from {artifact.path} on {unit.host}, "
         f"{unit.address}:{unit.port}",
         steps=tuple(steps),
-        decisions=(cuda_decision(host, captured=bool(captured)), *decide(resolved, context), *notes),
+        decisions=(
+            cuda_decision(host, captured=bool(captured)),
+            *decide(resolved, context),
+            pages,
+            *notes,
+        ),
         choices=(
             Choice(
                 name="ports",

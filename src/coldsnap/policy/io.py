@@ -81,5 +81,6 @@ class IO(Section):
     image_compression: ImageCompression = leaf(
         "auto",
         OneOf(get_args(ImageCompression)),
-        doc="lz4: blocks of 256 KiB, acceleration 1, padded to pages. auto: by the measured profile of the storage.",
+        doc="lz4: pages in blocks of 256 KiB, acceleration 1, padded to pages. none: as CRIU wrote them. auto: the "
+        "one that was measured to restore faster from a cold cache; of two equally fast ones the smaller.",
     )

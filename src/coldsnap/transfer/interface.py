@@ -18,11 +18,14 @@ __all__ = [
     "SIGNATURES",
     "Error",
     "Extent",
+    "Image",
+    "ImageResult",
     "Match",
     "Options",
     "Part",
     "Range",
     "Result",
+    "Span",
     "Statistics",
     "Stream",
     "addresses",
@@ -190,6 +193,41 @@ def sources_of(sources: Sequence[Source]) -> Any:
     return array
 
 
+class Span(ctypes.Structure):
+    """``coldsnap_io_span``."""
+
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class Image(ctypes.Structure):
+    """``coldsnap_io_image``."""
+
+    _fields_ = (
+        ("abi", ctypes.c_uint32),
+        ("block_bytes", ctypes.c_uint32),
+        ("raw_bytes", ctypes.c_uint64),
+        ("payload_offset", ctypes.c_uint64),
+        ("alignment", ctypes.c_uint32),
+        ("acceleration", ctypes.c_uint32),
+        ("backend", ctypes.c_uint32),
+        ("workers", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class ImageResult(ctypes.Structure):
+    """``coldsnap_io_image_result``."""
+
+    _fields_ = (
+        ("workers", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("raw_bytes", "zero_bytes", "payload_bytes", "end")),
+        *((name, ctypes.c_uint64) for name in ("buffered_bytes", "direct_bytes")),
+        *((name, ctypes.c_uint64) for name in ("io_ns", "codec_ns", "write_ns", "total_ns")),
+    )
+
+
 _INT, _U32, _I32, _U64, _TEXT, _AT = (
     *(ctypes.c_int, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64),
     *(ctypes.c_char_p, ctypes.c_void_p),
@@ -215,6 +253,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sha256_lanes": (_U32, []),
     "sha256_limit": (None, [_U32]),
     "search": (_INT, [_INT, _U64, _U64, _AT, _U64, _U64, _AT, _U64, _AT]),
+    "zero_pages": (_INT, [_INT, _AT, _U64]),
+    "pack_pages": (_INT, [_INT, _AT, _U64, _INT, _AT, _AT, _U64, _AT]),
+    "unpack_pages": (_INT, [_INT, _AT, _U64, _INT, _AT, _AT]),
     "memcpy": (_INT, [_AT, _AT, _U64, _U32]),
     "read_statistics": (None, [_AT]),
     "release": (_INT, []),

@@ -42,6 +42,7 @@ from coldsnap.transfer.interface import (
     extents_of,
     sources_of,
 )
+from coldsnap.transfer.native_images import NativeImages
 from coldsnap.transfer.outcome import ACCESSES, BACKENDS, capture_receipt, hydration_receipt
 
 __all__ = ["ABI", "NativeLibrary", "RingStatistics", "address_of", "packaged", "view_of"]
@@ -109,7 +110,7 @@ def _hashed(path: Path, expected: str | None) -> int:
     return fd
 
 
-class NativeLibrary:
+class NativeLibrary(NativeImages):
     """libcoldsnap_io, loaded into this process.
 
     Implements the hydration and capture backends ``auto``, ``buffered``, ``direct`` and (hydration) ``gds``.
