@@ -149,6 +149,7 @@ Sha256::Part Sha256::begin(const void* data, size_t length) {
     length -= take;
     if (held + take < 64) return {this, bytes, 0};
     hash_blocks(state_.data(), pending_.data(), 1);
+    pending_.fill(0);  // a whole block of what was hashed stays nowhere
   }
   return {this, bytes, length};
 }

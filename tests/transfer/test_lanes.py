@@ -13,6 +13,7 @@ from coldsnap.artifact.lanes import sha256_streams
 from coldsnap.artifact.pack import CHUNK_BYTES, Bytes, Pack, verify_extents
 from coldsnap.artifact.payloads import PayloadObject
 from coldsnap.artifact.store import PACKS, Store
+from coldsnap.engines.weights.source import STAGE_BYTES, Staging, digests_of
 from coldsnap.errors import IntegrityError
 
 DATA = random.Random(1).randbytes(1 << 20)
@@ -221,3 +222,25 @@ def test_full_verification_of_a_stored_pack_uses_the_lanes_of_the_store(tmp_path
     store.admit(payload, "full", index=pack.entries)
 
     assert bool(Counting.updates) == (library.sha256_lanes > 1)
+
+
+def test_no_whole_block_of_what_was_hashed_stays_in_a_stream(lanes):
+    stream = lanes.sha256_begin()
+    for at in range(0, 1000, 100):
+        lanes.sha256_update([(stream, memoryview(DATA)[at : at + 100])])
+
+    kept = bytes(stream)
+
+    assert not any(DATA[at : at + 64] in kept for at in range(1000))
+    assert hashlib.sha256(DATA[:1000]).digest() == lanes.sha256_end(stream)
+
+
+def test_stretches_of_memory_that_are_read_side_by_side_keep_their_bytes_apart(library, host):
+    region = host.allocate(STAGE_BYTES * 4, tag="weights")
+    host.copy_from_host(region.address, memoryview((DATA * 40)[: region.size_bytes]))
+    with Staging(host) as staging:
+        sizes = (STAGE_BYTES + 4097, STAGE_BYTES - 1, 70_000, 1)
+        sources = [staging.source(region.address + index * 4096, size) for index, size in enumerate(sizes)]
+
+        assert digests_of(sources, threads=1) == digests_of(sources, threads=1, lanes=library)
+        assert digests_of(sources, threads=3) == digests_of(sources, threads=2, lanes=library)

@@ -20,6 +20,7 @@ from coldsnap.artifact.cores import available_cores, in_threads
 __all__ = ["Lanes", "Stream", "sha256_streams"]
 
 _SMALL_BYTES = 64 << 10
+_BLOCK_BYTES = 64
 _NOTHING = memoryview(b"")
 
 
@@ -38,6 +39,9 @@ class Lanes(Protocol):
 
     def sha256_end(self, stream: Any) -> bytes:
         """Return the digest of a stream."""
+
+    def crc32(self, data: memoryview, crc: int = 0) -> int:
+        """Return the CRC-32 of bytes appended to ``crc``."""
 
     def crc32_copy(self, crc: int, target: memoryview, source: memoryview) -> int:
         """Copy bytes, and return their CRC-32 appended to ``crc``."""
@@ -115,7 +119,8 @@ class _Core:
             digests[one.index] = f"sha256:{one.digest().hex()}"
             self._running.remove(one)
         if self._running:
-            count = min(len(one.piece) - one.done for one in self._running)
+            left = min(len(one.piece) - one.done for one in self._running)
+            count = left // _BLOCK_BYTES * _BLOCK_BYTES or left  # a stream that stays on its blocks is hashed in place
             with ExitStack() as views:
                 parts = [(one, views.enter_context(one.piece[one.done : one.done + count])) for one in self._running]
                 self._update(parts)

@@ -266,8 +266,9 @@ class NativeLibrary(NativeImages):
         return tuple(pages)
 
     def crc32(self, data: memoryview, crc: int = 0) -> int:
-        """Return the CRC-32 of a writable buffer."""
-        return int(self._library.coldsnap_io_crc32(crc, address_of(data), data.nbytes)) if data.nbytes else crc
+        """Return the CRC-32 of a contiguous buffer appended to ``crc``."""
+        with addresses(data) as (place,):
+            return int(self._library.coldsnap_io_crc32(crc, place, data.nbytes))
 
     def crc32_combine(self, first: int, second: int, second_length: int) -> int:
         """Return the CRC-32 of two pieces one after the other."""

@@ -169,7 +169,7 @@ class _Writer:
         with Staging(self.memory) as staging:
             sources = [staging.source(self._address(extent), extent.size) for extent in self.model.extents]
             began = time.monotonic()
-            entries = digests_of(sources, threads=self.how.threads or available_cores())
+            entries = digests_of(sources, threads=self.how.threads or available_cores(), lanes=self.how.library)
             found = self.store.find(entries) if entries and self.how.reuse else None
             self.seconds["hash"] = time.monotonic() - began
             pieces = self._pieces()
