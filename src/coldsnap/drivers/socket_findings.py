@@ -9,6 +9,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from coldsnap.drivers.findings import Finding
 from coldsnap.drivers.sockets import TcpSocket, read_unix
@@ -105,11 +106,26 @@ def _owners(inodes: set[int]) -> Mapping[int, str]:
     found: dict[int, str] = {}
     wanted = {f"socket:[{inode}]": inode for inode in inodes}
     for pid in filter(str.isdigit, os.listdir("/proc") if wanted else ()):
-        try:
-            for fd in os.listdir(f"/proc/{pid}/fd"):
-                if (inode := wanted.get(os.readlink(f"/proc/{pid}/fd/{fd}"))) is not None:
-                    with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-                        found.setdefault(inode, f"held by process {pid}, {comm.read().strip()}")
-        except OSError:
-            continue  # gone, or another user's
+        for link in _links(pid):
+            if (inode := wanted.get(link)) is not None:
+                found.setdefault(inode, f"held by process {pid}, {_name(pid)}")
     return found
+
+
+def _links(pid: str) -> Iterator[str]:
+    """Yield what the descriptors of a process are; a descriptor that was closed meanwhile hides no other."""
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return  # gone, or another user's
+    for name in names:
+        with suppress(OSError):
+            yield os.readlink(f"/proc/{pid}/fd/{name}")
+
+
+def _name(pid: str) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
+            return comm.read().strip()
+    except OSError:
+        return "which has just ended"
