@@ -6,8 +6,9 @@ from typing import cast
 
 from coldsnap.admission import command_problems, host_problems, require
 from coldsnap.behaviour import Context, decide, runs_eagerly
+from coldsnap.engines import settings
 from coldsnap.engines.base import Engine, raise_refusals
-from coldsnap.engines.specs import RELEASING, spec_to_text
+from coldsnap.engines.specs import spec_to_text
 from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.keeper.directive import Endpoint
 from coldsnap.operation import Launch, Placement
@@ -66,7 +67,9 @@ def launch_steps(
     if runs_eagerly(resolved, Context(operation="launch", gpu=gpu, workers=engine.world_size)):
         engine = engine.eager()
     endpoint = Endpoint(host=unit.address, port=unit.port)
-    command = engine.launch_command(endpoint, environ=RELEASING if weights.native else {}, gpu=gpu)
+    # With EXPORT_MODEL_PAYLOAD among them (specs.RELEASING), without which no load is observed.
+    told = settings.project(resolved.policy, cast("settings.Engine", engine.kind), {}) if weights.native else {}
+    command = engine.launch_command(endpoint, environ=told, gpu=gpu)
     require(f"{engine.kind} {engine.model} cannot be launched", command_problems(resolved, command))
     return [
         admit_host(host, resolved["process.namespace"]),
