@@ -146,7 +146,7 @@ class Qualification:
             self.requests(engine, "before the capture")
             output = self.work / "artifact"
             report = self.execute(cs.Capture(engine, output=output, answer_tokens=self.options.tokens))
-        for step in ("quiesce", "dump", "seal", "commit"):
+        for step in ("quiesce", "dump", "shrink", "seal", "commit"):
             self.row(f"capture: {step}", report.timeline.between(step))
         self.row("capture, whole", report.timeline.seconds)
         self.result["sizes"] = dict(cs.Artifact.open(output).size_bytes)

@@ -134,7 +134,7 @@ def capture(engine: cs.VLLM, output: Path, options: argparse.Namespace) -> tuple
     plan = cs.resolve(cs.Policy(), operation, cs.probe(criu=options.criu))
     print(plan)
     report = cs.execute(plan, on_event=cs.progress(file=sys.stdout))
-    seconds = sum(report.timeline.between(step) for step in ("quiesce", "dump", "seal", "commit"))
+    seconds = sum(report.timeline.between(step) for step in ("quiesce", "dump", "shrink", "seal", "commit"))
     return cs.Artifact.open(output), seconds
 
 

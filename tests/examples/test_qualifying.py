@@ -27,7 +27,7 @@ def test_an_engine_is_qualified_and_every_answer_compared(tmp_path, example, des
     assert result["not_run"] == {}
     assert {name: len(row["seconds"]) for name, row in result["rows"].items()} == {
         "cold start, no compile cache": 1,
-        **{f"capture: {step}": 1 for step in ("quiesce", "dump", "seal", "commit")},
+        **{f"capture: {step}": 1 for step in ("quiesce", "dump", "shrink", "seal", "commit")},
         "capture, whole": 1,
         "restore, hot": 2,
         "cold start, caches warm": 1,

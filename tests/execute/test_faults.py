@@ -37,11 +37,11 @@ STEPS = {
     "capture": [
         "admit-output",
         *ADMIT,
-        *["launch", "ready", "answer", "quiesce", "dump", "seal", "commit", "settle"],
+        *["launch", "ready", "answer", "quiesce", "dump", "shrink", "seal", "commit", "settle"],
     ],
     "handle": [
-        *["admit-output", "admit-host", "attach", "ready", "answer", "quiesce", "dump", "resume", "seal", "commit"],
-        "settle",
+        *["admit-output", "admit-host", "attach", "ready", "answer", "quiesce", "dump", "resume", "shrink", "seal"],
+        *["commit", "settle"],
     ],
     "restore": [
         *["admit-host", "admit-placement", "admit-artifact", "keeper", "verify", "stage", "thaw", "reconnect", "ready"],

@@ -375,7 +375,7 @@ def test_an_engine_without_a_memory_provider_cannot_sleep(lab):
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
-AFTER_RELEASE = ["release", "dump", "hydrate", "resume", "seal", "commit"]
+AFTER_RELEASE = ["release", "dump", "hydrate", "resume", "shrink", "seal", "commit"]
 
 
 @pytest.mark.parametrize("step", AFTER_RELEASE)
