@@ -46,6 +46,10 @@ def image_of(*sockets):
     return FilesImage(entries, frozenset())
 
 
+def nobody():
+    return ()
+
+
 def taken_port():
     held = socket.create_server(("127.0.0.1", 0))
     return held, held.getsockname()[1]
@@ -97,7 +101,7 @@ def test_free_ports_stay_and_taken_ones_move_to_free_ones():
     spare, free = taken_port()
     spare.close()
     with closing(holder), Reservation() as held:
-        chosen = choose_ports([listener(1, taken), listener(2, free)], (), None, held)
+        chosen = choose_ports([listener(1, taken), listener(2, free)], nobody, None, held)
         assert chosen.ports[free] == free
         assert chosen.ports[taken] not in {taken, free}
         assert chosen.moved == {taken: chosen.ports[taken]}
@@ -129,9 +133,30 @@ def test_ports_of_a_connection_that_lives_on_move_on_both_ends():
             living = read_tcp(fd, os.getpid())
             os.close(fd)
             with Reservation() as held:
-                chosen = choose_ports(captured, living, None, held)
+                chosen = choose_ports(captured, lambda: living, None, held)
             assert set(chosen.moved) == {here[1], there[1]}
             assert len(set(chosen.ports.values())) == 2
+
+
+def test_the_living_are_looked_at_when_the_captured_ports_are_held_already():
+    here, there = ("127.0.0.1", taken_and_left()), ("127.0.0.1", taken_and_left())
+    pair = [connection(1, here, there), connection(2, there, here)]
+
+    def another_restore_was_faster():
+        with Reservation() as late:
+            assert late.try_bind(*here, only_v6=False) is None, "nobody else can hold the port by now"
+        return pair
+
+    with Reservation() as held:
+        chosen = choose_ports(pair, another_restore_was_faster, None, held)
+
+    assert set(chosen.moved) == {here[1], there[1]}
+
+
+def taken_and_left():
+    spare, port = taken_port()
+    spare.close()
+    return port
 
 
 def test_ports_of_a_connection_that_has_just_ended_move_on_both_ends():
@@ -148,7 +173,7 @@ def test_ports_of_a_connection_that_has_just_ended_move_on_both_ends():
         os.close(fd)
         assert any(each.ends in {(here, there), (there, here)} for each in living)  # in TIME_WAIT
 
-        mapping = choose_ports(pair, living, None, held)
+        mapping = choose_ports(pair, lambda: living, None, held)
 
     assert set(mapping.moved) == {here[1], there[1]}
 
@@ -157,18 +182,18 @@ def test_the_port_of_the_api_is_given_or_refused_but_never_replaced():
     holder, taken = taken_port()
     with closing(holder), Reservation() as held:
         with pytest.raises(AdmissionError, match=f"port {taken} .* is taken"):
-            choose_ports([listener(1, 8000)], (), Rebind(port=8000, to_port=taken), held)
+            choose_ports([listener(1, 8000)], nobody, Rebind(port=8000, to_port=taken), held)
         with pytest.raises(AdmissionError, match=r"no listener on port 7000: it listens on \[8000\]"):
-            choose_ports([listener(1, 8000)], (), Rebind(port=7000, to_port=7001), held)
+            choose_ports([listener(1, 8000)], nobody, Rebind(port=7000, to_port=7001), held)
         with pytest.raises(AdmissionError, match="same family"):
-            choose_ports([listener(1, 8000)], (), Rebind(port=8000, to_port=0, to_address="::1"), held)
+            choose_ports([listener(1, 8000)], nobody, Rebind(port=8000, to_port=0, to_address="::1"), held)
 
 
 def test_the_port_of_the_api_may_be_one_that_another_listener_had():
     spare, free = taken_port()
     spare.close()
     with Reservation() as held:
-        chosen = choose_ports([listener(1, 8000), listener(2, free)], (), Rebind(port=8000, to_port=free), held)
+        chosen = choose_ports([listener(1, 8000), listener(2, free)], nobody, Rebind(port=8000, to_port=free), held)
     assert chosen.ports[8000] == free
     assert chosen.ports[free] != free
 

@@ -187,6 +187,7 @@ class FilesImage:
         self.edited = False
         self._regular = enum_value("fd_types", "REG")
         self._inet = enum_value("fd_types", "INETSK")
+        self._unix = enum_value("fd_types", "UNIXSK")
 
     @classmethod
     def read(cls, directory_fd: int) -> FilesImage:
@@ -228,6 +229,16 @@ class FilesImage:
                 self.edited = True
                 isk.src_port, isk.dst_port = moved.port, moved.peer_port
                 isk.src_addr[:], isk.dst_addr[:] = to_words(moved.address), to_words(moved.peer_address)
+
+    def unix_names(self) -> tuple[bytes, ...]:
+        """Return the names that Unix sockets are bound to: absolute paths, or abstract names behind a NUL."""
+        names = []
+        for entry in self._entries:
+            if entry.type == self._unix and entry.usk.name:
+                name = bytes(entry.usk.name).rstrip(b"\0") if entry.usk.name[0] else bytes(entry.usk.name)
+                above = b"" if name[0] in b"\0/" else os.fsencode(entry.usk.name_dir) + b"/"
+                names.append(above + name)
+        return tuple(dict.fromkeys(names))
 
     def regular_files(self) -> tuple[RegularFile, ...]:
         """Return the regular files that must be there before a restore, link_remap files among them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -143,13 +143,14 @@ def _reserve(held: Reservation, port: int, addresses: Mapping[str, bool]) -> int
 
 
 def choose_ports(
-    sockets: Iterable[TcpSocket], living: Iterable[TcpSocket], rebind: Rebind | None, held: Reservation
+    sockets: Iterable[TcpSocket], living: Callable[[], Iterable[TcpSocket]], rebind: Rebind | None, held: Reservation
 ) -> PortMap:
     """Decide on a port for each captured one, and hold it.
 
     Args:
         sockets: Of the image.
-        living: Of the host: a connection cannot be restored while another with the same ends exists.
+        living: Looks at those of the host: a connection cannot be restored while another with the same ends exists.
+            Called when the captured ports are held, so that no other restore can make one of them any more.
         rebind: Where the API is to listen; without it, where it listened.
         held: Takes the reservations.
 
@@ -162,10 +163,6 @@ def choose_ports(
     """
     sockets = list(sockets)
     wanted = _binds(sockets, rebind)
-    # TIME_WAIT counts: the kernel lets a connection take the place of one that waits only after a second, and a restore
-    # may follow sooner upon the end of the same tree (tcp_twsk_unique in net/ipv4/tcp_ipv4.c).
-    connected = {each.ends for each in living if each.peer_port}
-    tied = {each.port for each in sockets if each.connected and connected & {each.ends, each.ends[::-1]}}
     ports: dict[int, int] = {}
     if rebind is not None:
         if not any(each.listening and each.port == rebind.port for each in sockets):
@@ -174,10 +171,20 @@ def choose_ports(
         _require_family(sockets, rebind)
         ports[rebind.port] = _api_port(held, rebind, wanted.pop(rebind.port))
     for old, addresses in wanted.items():
-        free = old not in tied and old not in ports.values()
-        found = _reserve(held, old, addresses) if free else None
+        found = _reserve(held, old, addresses) if old not in ports.values() else None
         ports[old] = found or _other_port(held, old, addresses, {*ports.values(), *wanted})
+    for old in _tied(sockets, living()):
+        if ports[old] == old and old in wanted:
+            ports[old] = _other_port(held, old, wanted[old], {*ports.values(), *wanted})
     return PortMap(ports=ports, rebind=rebind)
+
+
+def _tied(sockets: Iterable[TcpSocket], living: Iterable[TcpSocket]) -> set[int]:
+    """Return the ports of captured connections whose two ends are those of a living one."""
+    # TIME_WAIT counts: the kernel lets a connection take the place of one that waits only after a second, and a restore
+    # may follow sooner upon the end of the same tree (tcp_twsk_unique in net/ipv4/tcp_ipv4.c).
+    connected = {each.ends for each in living if each.peer_port}
+    return {each.port for each in sockets if each.connected and connected & {each.ends, each.ends[::-1]}}
 
 
 def _require_family(sockets: Iterable[TcpSocket], rebind: Rebind) -> None:

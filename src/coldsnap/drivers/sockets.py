@@ -23,8 +23,8 @@ TCP_ESTABLISHED, TCP_TIME_WAIT, TCP_CLOSE, TCP_LISTEN = 1, 6, 7, 10
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
 NLM_F_REQUEST_DUMP = 0x1 | 0x300
 NLMSG_ERROR, NLMSG_DONE = 2, 3
-UDIAG_SHOW_PEER, UDIAG_SHOW_ICONS = 0x4, 0x8
-UNIX_DIAG_PEER, UNIX_DIAG_ICONS = 2, 3
+UDIAG_SHOW_NAME, UDIAG_SHOW_PEER, UDIAG_SHOW_ICONS = 0x1, 0x4, 0x8
+UNIX_DIAG_NAME, UNIX_DIAG_PEER, UNIX_DIAG_ICONS = 0, 2, 3
 NETLINK_HEADER = struct.Struct("=IHHII")
 UNIX_REQUEST = struct.Struct("=BBHIIIII")
 UNIX_ANSWER = struct.Struct("=BBBBIII")
@@ -149,8 +149,10 @@ class UnixSocket:
     Attributes:
         peer: Inode of its peer; 0 when that has not been accepted yet, ``None`` when it has none.
         pending: Inodes of the sockets that wait to be accepted by it.
+        name: What it is bound to: a path, or an abstract name behind a NUL; empty when it is not bound.
     """
 
+    name: bytes = b""
     peer: int | None = None
     pending: tuple[int, ...] = ()
 
@@ -159,14 +161,16 @@ def read_unix() -> dict[int, UnixSocket]:
     """Return every Unix socket of the caller's network namespace by its inode."""
     found = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as diag:
-        show = UDIAG_SHOW_PEER | UDIAG_SHOW_ICONS
+        show = UDIAG_SHOW_NAME | UDIAG_SHOW_PEER | UDIAG_SHOW_ICONS
         request = UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, show, 0xFFFFFFFF, 0xFFFFFFFF)
         size = NETLINK_HEADER.size + len(request)
         diag.send(NETLINK_HEADER.pack(size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST_DUMP, 1, 0) + request)
         for answer in _messages(diag):
             attributes = dict(_attributes(answer[UNIX_ANSWER.size :]))
             peer, pending = attributes.get(UNIX_DIAG_PEER), attributes.get(UNIX_DIAG_ICONS, b"")
+            name = attributes.get(UNIX_DIAG_NAME, b"")
             found[UNIX_ANSWER.unpack_from(answer)[4]] = UnixSocket(
+                name=name if name[:1] == b"\0" else name.rstrip(b"\0"),
                 peer=None if peer is None else struct.unpack("=I", peer)[0],
                 pending=struct.unpack(f"={len(pending) // 4}I", pending),
             )

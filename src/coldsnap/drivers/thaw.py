@@ -21,9 +21,9 @@ from coldsnap.drivers.images import FilesImage, read_claims, read_pids
 from coldsnap.drivers.page_images import Feed, RebuiltPages, figures, page_images, rebuild_pages
 from coldsnap.drivers.page_stream import serving
 from coldsnap.drivers.rebind import PortMap, Rebind, Reservation, choose_ports, move_ports
-from coldsnap.drivers.sockets import TcpSocket, read_tcp
+from coldsnap.drivers.sockets import TcpSocket, read_tcp, read_unix
 from coldsnap.drivers.tree_record import HeldDevice, TreeRecord, read_tree_record
-from coldsnap.drivers.volatile import put_back, remove_volatile
+from coldsnap.drivers.volatile import ROOT, put_back, remove_volatile
 from coldsnap.drivers.volatile_index import VolatileFiles, read_index
 from coldsnap.errors import AdmissionError
 from coldsnap.transfer.native_images import ImageMoved
@@ -136,7 +136,8 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None, 
         with opened_directory(capsule_dir / IMAGES) as images_fd, opened_directory("/proc") as proc_fd:
             record.check_images(images_fd)
             image = FilesImage.read(images_fd)
-            ports = choose_ports(image.tcp_sockets(), read_tcp(proc_fd, os.getpid()), rebind, held)
+            _require_names_free(keeper, image)
+            ports = choose_ports(image.tcp_sockets(), lambda: read_tcp(proc_fd, os.getpid()), rebind, held)
             move_ports(image, ports)
             _make_logs(keeper, image)
             if feed.way == "rebuilt":
@@ -159,6 +160,33 @@ def stage_tree(keeper: TreeKeeper, capsule_dir: Path, *, rebind: Rebind | None, 
         stage_s=time.monotonic() - began,
         held=held,
     )
+
+
+def _require_names_free(keeper: TreeKeeper, image: FilesImage) -> None:
+    """Refuse names of Unix sockets that somebody here listens on, as a rule the original or another clone.
+
+    CRIU would unlink a path before it binds it, and so take the name away from a living process; an abstract name
+    belongs to the network namespace, which the tree shares with everybody.
+    """
+    living = {each.name for each in read_unix().values()}
+    taken = [
+        name
+        for name in image.unix_names()
+        if name in living
+        and not (keeper.private and name.startswith(f"{ROOT}/".encode()))
+        and (name[:1] == b"\0" or _is_socket(keeper.root_fd, os.fsdecode(name)))
+    ]
+    if taken:
+        raise AdmissionError(
+            "the captured processes listen on Unix sockets whose names are taken here; end who has them, or let the "
+            "engine make its sockets below TMPDIR, which every restore has to itself:",
+            [os.fsdecode(name.replace(b"\0", b"@")) for name in taken],
+        )
+
+
+def _is_socket(root_fd: int, path: str) -> bool:
+    found = _stat(root_fd, path)
+    return found is not None and stat.S_ISSOCK(found.st_mode)
 
 
 def _stat(root_fd: int, path: str) -> os.stat_result | None:
