@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +26,9 @@ from typing import Any
 
 from coldsnap.engines.rank import Busy, Operation
 from coldsnap.testing.reference_worker import END, POLL_S, Channel, start_rank, work
+
+BEAT_S, BEAT_PATIENCE_S = 0.02, 1.0
+WATCHDOG_S, WATCHDOG_EXIT = 3600.0, 4
 
 
 class FrontEnd:
@@ -45,6 +49,21 @@ class FrontEnd:
         self._one_at_a_time = threading.Lock()
         self._read = 0
         self._cache: dict[str, int] = {}
+        self._beats = threading.Condition()
+        threading.Thread(target=self._beat, name="reference-beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        """Do what keep-alives and watchdogs of real engines do: sleep by a clock, and look how long it was."""
+        before = time.monotonic()
+        while True:
+            time.sleep(BEAT_S)
+            now = time.monotonic()
+            if not 0 <= now - before < WATCHDOG_S:
+                os.write(2, f"watchdog: a beat of {now - before:.0f} s\n".encode())
+                os._exit(WATCHDOG_EXIT)
+            before = now
+            with self._beats:
+                self._beats.notify_all()
 
     def complete(self, request: Mapping[str, Any], request_id: str) -> Iterator[int]:
         """Yield the tokens that answer a request, once the door is open."""
@@ -75,9 +94,10 @@ class FrontEnd:
         return token
 
     def healthy(self) -> bool:
-        """Tell whether the worker lives and the TCP pair, if there is one, still carries bytes."""
-        if not self.worker.is_alive():
-            return False
+        """Tell whether the worker lives, timers run and the TCP pair, if there is one, still carries bytes."""
+        with self._beats:
+            if not self.worker.is_alive() or not self._beats.wait(BEAT_PATIENCE_S):
+                return False
         if self.pair is not None:
             self.pair.sendall(b"ping")
             return self.pair.recv(64) == b"ping"
@@ -228,10 +248,20 @@ def serve(options: argparse.Namespace) -> None:
         pair, _ = listener.accept()
         listener.close()
     front = FrontEnd(channel, worker, pair)
+    listeners = [_listen_unix(name) for name in options.listen_unix]
     start_rank("api", front.operations())
     with Server((options.host, options.port), Handler) as server:
         server.front, server.model = front, options.model
         server.serve_forever(poll_interval=POLL_S)
+    for each in listeners:
+        each.close()
+
+
+def _listen_unix(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{name[1:]}" if name.startswith("@") else name)
+    listener.listen()
+    return listener
 
 
 def main() -> None:
@@ -248,6 +278,7 @@ def main() -> None:
     parser.add_argument("--hoard", action="store_true", help="keep a second copy of the weights that nothing releases")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--exit-after-s", type=float, default=None)
+    parser.add_argument("--listen-unix", action="append", default=[], help="a Unix socket: a path, or @ and a name")
     parser.add_argument("--noise", action="store_true", help="give a greedy request another answer each time")
     options = parser.parse_args()
     if options.exit_after_s is not None:
