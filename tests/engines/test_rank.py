@@ -1,15 +1,17 @@
 """The in-rank side: one request for each connection, from its own user, with an answer to everything."""
 
+import ctypes
 import json
 import os
 import random
 import socket
+import tempfile
 import threading
 
 import pytest
 
 from coldsnap.engines.control import Ranks
-from coldsnap.engines.rank import MESSAGE_BYTES, Busy, Rank, reseed
+from coldsnap.engines.rank import MESSAGE_BYTES, Busy, Rank, freshen, reseed
 from coldsnap.errors import ContractError, EngineError, StepTimeout
 from coldsnap.keeper.directive import Directive, Endpoint, read_acks, read_directive, write_directive
 
@@ -99,7 +101,8 @@ def test_adopting_leaves_alone_what_the_user_seeded(rank_dir, start):
     expected = random.Random(7).random()
     Ranks(rank_dir).adopt(incarnation=restore_directive(rank_dir).incarnation, reseed=False)
     assert random.random() == expected
-    assert read_acks(rank_dir)[0].reseeded == ()
+    # What nobody can have seeded is fresh all the same.
+    assert set(read_acks(rank_dir)[0].reseeded) <= {"libc", "openssl", "tempfile"}
 
 
 def test_a_rank_that_reads_another_directive_fails_the_adoption(rank_dir, start):
@@ -210,6 +213,19 @@ def test_a_forked_child_does_not_keep_the_socket(rank_dir, start):
     os.close(read)
     os.close(write)
     assert Ranks(rank_dir).ping()
+
+
+def test_what_nobody_can_have_seeded_is_made_fresh_without_being_told_how():
+    libc = ctypes.CDLL(None)
+    libc.srandom(1)
+    expected = libc.random()
+    next(tempfile._get_candidate_names())
+    libc.srandom(1)
+
+    assert set(freshen()) >= {"libc", "tempfile"}
+
+    assert libc.random() != expected
+    assert tempfile._name_sequence is None
 
 
 def test_the_same_seed_gives_the_same_draws():

@@ -17,6 +17,8 @@ from lab import Lab, ask, mounts, port_is_free, sample, tagged, until, unused_po
 
 import coldsnap as cs
 from coldsnap.errors import AdmissionError
+from coldsnap.keeper.control import request_control
+from coldsnap.keeper.directive import read_acks
 
 pytestmark = pytest.mark.criu
 
@@ -145,6 +147,21 @@ def test_restoring_and_stopping_again_and_again_leaves_nothing(lab, family):
         cycle()
 
     until(lambda: leavings(lab) == before, "the end of everything")
+
+
+def test_no_source_of_randomness_of_two_clones_gives_the_same(lab, family):
+    first, second = (lab.restore(family.artifact).engine for _ in range(2))
+
+    one, other = (request_control(engine.keeper.rank_dir, "draw", timeout_s=10) for engine in (first, second))
+
+    assert set(one) == set(other)  # the same ranks, by role and pid
+    for rank, drawn in one.items():
+        expected = {"libc", "openssl", "tempfile", "random", "uuid", "secrets"}
+        assert set(drawn) - {"ok"} == expected | ({"torch", "numpy"} if rank.startswith("worker") else set())
+        for source in set(drawn) - {"ok"}:
+            assert drawn[source] != other[rank][source], f"{source} of {rank}"
+        ack = next(ack for ack in read_acks(first.keeper.rank_dir) if f"{ack.role}.{ack.pid}" == rank)
+        assert set(ack.reseeded) >= {"libc", "openssl", "random"}
 
 
 # -- what was left unsaid of names -----------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ import http.client
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from coldsnap.engines.control import Ranks
 pytestmark = [pytest.mark.vllm, pytest.mark.criu, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPT = "You may convey verbatim copies of the"
+CLONE = Path(__file__).parents[1] / "execute" / "clone.py"
 MAKER = Path(__file__).parents[2] / "examples" / "make_tiny_model.py"
 ARGS = (
     "--dtype",
@@ -44,7 +48,12 @@ def spec(model, engine_python, tmp_path, tensor_parallel):
 
 
 def complete(engine, model, **changes):
-    """Return the token ids of a completion; the connection is closed by the server."""
+    """Return the token ids of a completion."""
+    return request(engine, model, **changes)["choices"][0]["token_ids"]
+
+
+def request(engine, model, **changes):
+    """Return the answer to a completion request; the connection is closed by the server."""
     body = {
         "model": str(model),
         "prompt": PROMPT,
@@ -60,7 +69,7 @@ def complete(engine, model, **changes):
         response = connection.getresponse()
         answer = json.loads(response.read())
         assert response.status == 200, answer
-    return answer["choices"][0]["token_ids"]
+    return answer
 
 
 def sampled(engine, model, **changes):
@@ -109,7 +118,7 @@ def test_a_captured_server_answers_the_same_beside_its_original_and_after_its_de
 
         artifact = cs.Artifact.open(output)
         assert len(artifact.descriptor.topology.workers) == tensor_parallel
-        with run(cs.Restore(artifact, placement=cs.local(port=other))).engine as clone:
+        with run(cs.Restore(artifact, placement=cs.local(port=other))).engine as clone, ExitStack() as more:
             assert clone.endpoint.port == other
             assert complete(clone, model) == expected
             assert complete(original, model) == expected
@@ -121,6 +130,9 @@ def test_a_captured_server_answers_the_same_beside_its_original_and_after_its_de
             assert unseeded[0] != unseeded[1]
             seeded = [sampled(engine, model, seed=7) for engine in (original, clone)]
             assert seeded[0] == seeded[1]
+            if tensor_parallel == 1:
+                clones = [clone, *(more.enter_context(each) for each in three_at_once(artifact, free_ports, run))]
+                everybody_differs_in_nothing_but_what_nobody_seeded([original, *clones], model, expected)
 
     with decoy(artifact.descriptor.capsule.units[0].root_pid):
         for _ in range(2):
@@ -128,4 +140,45 @@ def test_a_captured_server_answers_the_same_beside_its_original_and_after_its_de
             with report.serving as restored:
                 assert complete(restored, model) == expected
                 assert 0 < report.answer_s <= report.timeline.seconds
+    if tensor_parallel == 1:
+        days_later(artifact, port, tmp_path, criu, lambda engine: complete(engine, model) == expected)
     assert not list(tmp_path.glob(".*partial*"))
+
+
+def three_at_once(artifact, free_ports, run):
+    """Restore three clones at the same moment; return their handles."""
+    with ThreadPoolExecutor(3) as pool:
+        began_s = time.monotonic()
+        placements = [cs.local(port=port) for port in free_ports(3)]
+        reports = list(pool.map(lambda placement: run(cs.Restore(artifact, placement=placement)), placements))
+    print(f"three clones at once: {time.monotonic() - began_s:.2f} s")
+    engines = [report.engine for report in reports]
+    assert [engine.endpoint.port for engine in engines] == [placement.front.port for placement in placements]
+    return engines
+
+
+def everybody_differs_in_nothing_but_what_nobody_seeded(engines, model, expected):
+    with ThreadPoolExecutor(len(engines)) as pool:
+        assert list(pool.map(lambda engine: complete(engine, model), engines)) == [expected] * len(engines)
+        unseeded = list(pool.map(lambda engine: tuple(sampled(engine, model)), engines))
+        seeded = list(pool.map(lambda engine: sampled(engine, model, seed=7), engines))
+        ids = list(pool.map(lambda engine: request(engine, model, max_tokens=1)["id"], engines))
+    assert len(set(unseeded)) == len(engines)
+    assert seeded == [seeded[0]] * len(engines)
+    assert len(set(ids)) == len(engines)
+    assert len({engine.status().incarnation for engine in engines}) == len(engines)
+
+
+def days_later(artifact, port, tmp_path, criu, answers_exactly):
+    """Restore where all clocks but the date are two days on, in a process of its own."""
+    facts, run_dir = tmp_path / "facts.json", tmp_path / "later"
+    cs.probe(criu=criu).save(facts)
+    command = [sys.executable, str(CLONE), str(facts), str(artifact.path), str(port), str(run_dir), "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["clock_s"] > time.monotonic() + 86_400
+    with cs.Engine.attach(run_dir) as engine:
+        assert answers_exactly(engine)
+        time.sleep(6)  # vLLM looks after its own processes every five seconds
+        assert answers_exactly(engine)
+        assert engine.status().state == "running"

@@ -7,14 +7,21 @@ nothing else of the machine or of the moment gets in.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import multiprocessing
 import os
+import random
+import secrets
 import signal
 import socket
+import ssl
+import sys
+import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from multiprocessing import shared_memory
 from typing import Any, Protocol
@@ -197,8 +204,24 @@ def _echo(port: int) -> None:
             connection.sendall(data)
 
 
+def draw(_: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Draw from every source of randomness in this process that a clone might repeat."""
+    libc, torch = ctypes.CDLL(None), sys.modules.get("torch")
+    return {
+        "libc": [libc.random(), libc.lrand48()],
+        "openssl": ssl.RAND_bytes(8).hex(),
+        "tempfile": os.path.basename(tempfile.mktemp(dir="/")),  # noqa: S306 - a name, and no file
+        "random": random.random(),  # noqa: S311 - what is looked at
+        "uuid": uuid.uuid4().hex,
+        "secrets": secrets.token_hex(8),
+        **(
+            {} if torch is None else {"torch": float(torch.rand(1)), "numpy": float(sys.modules["numpy"].random.rand())}
+        ),
+    }
+
+
 def start_rank(role: str, operations: Mapping[str, Operation], **versions: str) -> None:
     """Become a rank, when this library launched the process."""
     if path := directive_path():
         known = {"coldsnap": importlib.metadata.version("coldsnap"), **versions}
-        Rank(role, path, engine="reference", versions=known, operations=operations).start()
+        Rank(role, path, engine="reference", versions=known, operations={"draw": draw, **operations}).start()
