@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from coldsnap.engines.control import Ranks
-from coldsnap.engines.rank import MESSAGE_BYTES, Busy, Rank, freshen, reseed
+from coldsnap.engines.freshness import freshen
+from coldsnap.engines.rank import MESSAGE_BYTES, Busy, Rank, reseed
 from coldsnap.errors import ContractError, EngineError, StepTimeout
 from coldsnap.keeper.directive import Directive, Endpoint, read_acks, read_directive, write_directive
 
