@@ -1,5 +1,6 @@
 """Weights outside the image: they leave before the dump, come back after the thaw, nothing else passes for them."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -52,6 +53,13 @@ def kept(home):
     return SimpleNamespace(
         report=report, engine=report.engine, answer=ask(report.engine), store=home.directory / "store"
     )
+
+
+@pytest.fixture(scope="module")
+def other(home):
+    """Another engine of the same model, with a larger KV cache: it is captured, sleeps and wakes, and serves on."""
+    engine = home.launch(home.engine(weights=str(home.checkpoint), kv_bytes=4 << 20))
+    return SimpleNamespace(engine=engine, answer=ask(engine))
 
 
 @pytest.fixture
@@ -159,10 +167,8 @@ def test_a_capture_that_keeps_weights_in_its_image_is_refused_and_its_engine_ser
     assert not list(lab.directory.glob("artifact*"))
 
 
-def test_another_kv_cache_and_another_process_share_the_pack(lab, home, kept, packed):
-    spec = lab.engine(weights=str(home.checkpoint), kv_bytes=4 << 20)
-
-    report = lab.capture(spec, store=kept.store)
+def test_another_kv_cache_and_another_process_share_the_pack(lab, kept, other, packed):
+    report = lab.capture(other.engine, then="keep", store=kept.store)
 
     again = cs.Artifact.open(report.artifact)
     assert report.receipt("release").details["new_pack_bytes"] == 0
@@ -178,12 +184,9 @@ def test_a_restored_engine_is_captured_again_without_a_new_byte_in_the_store(lab
     assert ask(lab.run(cs.Restore(again, placement=lab.placement(), store=kept.store)).engine) == kept.answer
 
 
-def test_a_kv_cache_that_nobody_discards_stays_in_the_image(lab, home):
-    spec = lab.engine(weights=str(home.checkpoint), kv_bytes=2 << 20)
-    report = lab.capture(
-        spec, policy={"process.discard": [], "weights.recovery.enabled": False, "weights.mode": "native"} | PYTHON
-    )
-    artifact = cs.Artifact.open(report.artifact)
+def test_a_kv_cache_that_nobody_discards_stays_in_the_image(lab, other):
+    leaves = {"process.discard": [], "weights.recovery.enabled": False, "weights.mode": "native"}
+    artifact = cs.Artifact.open(lab.capture(other.engine, then="keep", policy=leaves | PYTHON).artifact)
     assert artifact.descriptor.weights.recovery is None
     assert artifact.descriptor.weights.workers[0].recovery_manifest is None
 
@@ -191,7 +194,7 @@ def test_a_kv_cache_that_nobody_discards_stays_in_the_image(lab, home):
 
     assert restored.receipt("hydrate").details.get("kv_cache_bytes", 0) == 0
     assert restored.receipt("hydrate").effective == "python"
-    assert ask(restored.engine)
+    assert ask(restored.engine) == ask(other.engine) == other.answer
 
 
 # -- never a wrong answer ---------------------------------------------------------------------------------------------
@@ -253,15 +256,18 @@ def test_a_missing_pack_is_named_with_where_it_was_looked_for(lab, damaged):
         cs.resolve(cs.Policy(), cs.Restore(damaged.artifact, placement=lab.placement()), known)
 
 
-def test_the_pack_of_another_model_is_refused(lab, home, damaged):
-    other = write_checkpoint(lab.directory / "other.safetensors", seed=1, size_bytes=SIZE_BYTES)
-    report = lab.capture(lab.engine(weights=str(other)), store=damaged.pack.parents[2])
-    payloads = cs.Artifact.open(report.artifact).descriptor.weights.payloads
-    weights = evolve(damaged.artifact.descriptor.weights, payloads=payloads)
-    mixed = changed(damaged.artifact, weights=weights)
-    assert mixed.size_bytes["packs"] == damaged.pack.stat().st_size
-    error = refused(lab, mixed, match="pack")
-    assert isinstance(error, StepError | IntegrityError)
+def test_another_pack_of_the_same_size_is_refused(lab, damaged):
+    flip(damaged.pack)
+    digest = hashlib.sha256(damaged.pack.read_bytes()).hexdigest()
+    path = damaged.pack.rename(damaged.pack.with_name(f"{digest}.pack"))
+    (payload,) = damaged.artifact.descriptor.weights.payloads.objects
+    named = evolve(payload, sha256=f"sha256:{digest}", path=f"model-payloads/sha256/{digest}.pack")
+    payloads = evolve(damaged.artifact.descriptor.weights.payloads, objects=(named,))
+    mixed = changed(damaged.artifact, weights=evolve(damaged.artifact.descriptor.weights, payloads=payloads))
+
+    error = refused(lab, mixed, match=path.name)
+
+    assert error.step == "hydrate"
 
 
 def test_preverified_bytes_need_the_evidence_of_an_earlier_verification(lab, kept, damaged):
@@ -324,46 +330,40 @@ def test_an_artifact_with_a_pack_is_verified_and_deleted_with_it(lab, damaged):
 # -- asleep -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_sleeps_and_wakes_as_often_as_it_is_asked_to(lab, home):
-    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
-    expected = ask(engine)
-
+def test_an_engine_sleeps_and_wakes_as_often_as_it_is_asked_to(lab, other):
     for _ in range(2):
-        assert lab.run(cs.Sleep(engine)).workload == "the engine's memory is sleeping"
-    asleep = lab.run(cs.Status(engine)).receipt("status").details
+        assert lab.run(cs.Sleep(other.engine)).workload == "the engine's memory is sleeping"
+    asleep = lab.run(cs.Status(other.engine)).receipt("status").details
     assert (asleep["memory"], asleep["weights_mapped_bytes"], asleep["requests_open"]) == ("sleeping", 0, 0)
     with pytest.raises(TimeoutError):
-        ask(engine, timeout_s=0.5)
+        ask(other.engine, timeout_s=0.5)
 
-    half = lab.run(cs.Wake(engine, tags=["weights"])).receipt("wake").details
+    half = lab.run(cs.Wake(other.engine, tags=["weights"])).receipt("wake").details
     assert (half["memory"], half["kv_cache_mapped_bytes"]) == ("sleeping", 0)
     for _ in range(2):
-        assert lab.run(cs.Wake(engine)).workload == "the engine's memory is awake"
-    assert ask(engine) == expected
-    assert lab.run(cs.Status(engine)).receipt("status").effective == "awake"
+        assert lab.run(cs.Wake(other.engine)).workload == "the engine's memory is awake"
+    assert ask(other.engine) == other.answer
+    assert lab.run(cs.Status(other.engine)).receipt("status").effective == "awake"
 
 
-def test_a_sleeping_engine_is_not_captured_and_says_why(lab, home):
-    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
-    lab.run(cs.Sleep(engine))
+def test_a_sleeping_engine_is_not_captured_and_says_why(lab, other):
+    lab.run(cs.Sleep(other.engine))
 
     with pytest.raises(AdmissionError, match="the memory of worker.[0-9]+ is sleeping; wake the engine first"):
-        lab.capture(engine)
+        lab.capture(other.engine)
 
-    lab.run(cs.Wake(engine))
-    assert ask(engine)
+    lab.run(cs.Wake(other.engine))
+    assert ask(other.engine) == other.answer
 
 
-def test_a_sleep_that_fails_leaves_the_engine_serving(lab, home):
-    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
-    expected = ask(engine)
+def test_a_sleep_that_fails_leaves_the_engine_serving(lab, other):
     (lab.directory / "store").write_text("in the way")
 
     with pytest.raises(ColdSnapError) as failed:
-        lab.run(cs.Sleep(engine, store=lab.directory / "store"))
+        lab.run(cs.Sleep(other.engine, store=lab.directory / "store"))
 
     assert "running as before" in failed.value.report.workload
-    assert ask(engine) == expected
+    assert ask(other.engine) == other.answer
 
 
 def test_an_engine_without_a_memory_provider_cannot_sleep(lab):
