@@ -6,7 +6,7 @@ holds weights is refused, because such an image only looks small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, Recovery, WorkerWeights
 from coldsnap.artifact.store import PACKS, Store
 from coldsnap.describe import described_model
+from coldsnap.drivers.page_owner import owner_of
 from coldsnap.errors import EngineError, IntegrityError
 from coldsnap.keeper.undo import control
 from coldsnap.receipts import Receipt
 from coldsnap.session import Released, Session
 from coldsnap.steps import ReleaseWeights, SleepEngine
-from coldsnap.transfer.samples import Found, draw, search
+from coldsnap.transfer.samples import draw, search
 
 __all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside"]
 
@@ -185,15 +186,12 @@ def require_outside(session: Session, store: str, paths: list[Path]) -> int:
         count += len(samples)
         if found := search(paths, samples):
             first = found[0]
+            places = ", ".join(owner_of(one.path, one.offset) for one in found[:3])
             raise IntegrityError(
-                f"weights of {worker} are still in the process image: {len(found)} of {len(samples)} samples were "
-                f"found, {', '.join(_places(found))}; something in the engine keeps a copy of what it loaded",
+                f"weights of {worker} are still in the process image: {len({one.sample.offset for one in found})} of "
+                f"{len(samples)} samples were found: {places}; something in the engine keeps a copy of what it loaded",
                 path=str(first.path),
                 expected="an image without weights",
                 actual=f"bytes {first.sample.offset} to {first.sample.offset + len(first.sample.data)} of the pack",
             )
     return count
-
-
-def _places(found: tuple[Found, ...]) -> Iterator[str]:
-    yield from (f"{Path(one.path).name} at {one.offset:#x}" for one in found[:3])

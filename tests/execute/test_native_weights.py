@@ -31,6 +31,7 @@ pytestmark = pytest.mark.criu
 
 SIZE_BYTES = 16 << 20
 CASE = Path(__file__).with_name("case.py")
+STILL = "weights of worker-0 are still in the process image: [0-9]+ of 100 samples were found: process [0-9]+ at 0x"
 PYTHON = {"io.capture_backend": "python", "io.hydration_backend": "python"}
 
 
@@ -265,9 +266,7 @@ def test_another_pack_of_the_same_size_is_refused(lab, damaged):
     payloads = evolve(damaged.artifact.descriptor.weights.payloads, objects=(named,))
     mixed = changed(damaged.artifact, weights=evolve(damaged.artifact.descriptor.weights, payloads=payloads))
 
-    error = refused(lab, mixed, match=path.name)
-
-    assert error.step == "hydrate"
+    refused(lab, mixed, match=path.name)
 
 
 def test_preverified_bytes_need_the_evidence_of_an_earlier_verification(lab, kept, damaged):
