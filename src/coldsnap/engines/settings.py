@@ -129,17 +129,8 @@ def _preverified(mode: str) -> str:
 
 
 # The names made by the next three functions that this version acts on; those of native I/O all are.
-_ACTED_ON = frozenset(
-    {
-        "DISK_SLEEP_DIR",
-        "KV_CAPACITY_GUARD",
-        "MODEL_ID",
-        "MODEL_METADATA_SHA256",
-        "MODEL_REVISION",
-        "RECOVERY_WEIGHT_SOURCE",
-        "VLLM_OVERRIDE_CUMEM",
-    }
-)
+_ACTED_ON = {"DISK_SLEEP_DIR", "KV_CAPACITY_GUARD", "MODEL_ID", "MODEL_METADATA_SHA256", "MODEL_REVISION"}
+_ACTED_ON |= {"RECOVERY_WEIGHT_SOURCE", "VLLM_OVERRIDE_CUMEM"}
 
 
 def _recovery(suffix: str, leaf: str, default: str, meaning: str, projection: Projection = _text) -> Setting:
