@@ -103,7 +103,8 @@ def sample(where, **body):
 def until(condition, what):
     deadline = time.monotonic() + DEADLINE_S
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {DEADLINE_S} s"
+        told = what() if callable(what) and time.monotonic() >= deadline else what
+        assert time.monotonic() < deadline, f"{told} did not happen within {DEADLINE_S} s"
         time.sleep(0.02)
     return value
 

@@ -114,7 +114,7 @@ def leavings(lab):
     """Return everything that a restore may leave: of this process, of the machine, of the run root."""
     return {
         "processes": sorted(tagged(lab.tag)),
-        "mounts": mounts(),
+        "mounts": mounts().splitlines(),
         "shared memory": sorted(os.listdir("/dev/shm")),
         "temporary files": sorted(name for name in os.listdir("/tmp") if "coldsnap" in name),
         "run directories": sorted(str(path) for path in lab.run_dirs if path.exists()),
@@ -146,7 +146,16 @@ def test_restoring_and_stopping_again_and_again_leaves_nothing(lab, family):
     for _ in range(CYCLES):
         cycle()
 
-    until(lambda: leavings(lab) == before, "the end of everything")
+    until(lambda: not remaining(before, leavings(lab)), lambda: f"the end of {remaining(before, leavings(lab))}")
+
+
+def remaining(before, now):
+    """Return what there is now and was not before, by kind."""
+    return {
+        kind: set(now[kind]) - set(was) if isinstance(was, list) else now[kind]
+        for kind, was in before.items()
+        if (set(now[kind]) - set(was) if isinstance(was, list) else now[kind] != was)
+    }
 
 
 def test_no_source_of_randomness_of_two_clones_gives_the_same(lab, family):
