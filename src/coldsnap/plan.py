@@ -83,7 +83,7 @@ class Plan:
     """Steps with their order, decisions, choices and barriers.
 
     Attributes:
-        operation: capture, restore, launch, stop, verify, delete or publish.
+        operation: capture, restore, launch, stop, sleep, wake, status, verify, delete or publish.
         driver: The driver's id.
         subject: What it is about, in words: the engine or artifact, and where.
         steps: In an order that respects ``after``.

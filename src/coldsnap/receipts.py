@@ -205,7 +205,7 @@ class Report:
     """What ``execute`` returns, and what a StepError carries.
 
     Attributes:
-        operation: capture, restore, launch, stop, verify, delete or publish.
+        operation: capture, restore, launch, stop, sleep, wake, status, verify, delete or publish.
         plan: The plan that ran.
         state: succeeded, failed or running.
         receipts: One for each finished step, and one for each choice.

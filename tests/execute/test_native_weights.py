@@ -122,6 +122,7 @@ def test_a_restored_engine_answers_as_before_from_a_pack_that_is_not_in_its_imag
     assert ask(report.engine) == kept.answer == ask(kept.engine)
     assert report.receipt("hydrate").details["pack_bytes"] >= SIZE_BYTES
     assert report.receipt("hydrate").details["kv_cache_bytes"] >= 1 << 20
+    assert report.receipt("prefetch").details["planned_bytes"] >= SIZE_BYTES
     assert {"criu", "hydrate", "kv", "request"} <= set(report.split)
     assert report.plan.decision("weights.mode").effective == "native"
 
