@@ -364,6 +364,20 @@ def test_requests_that_do_not_end_in_time_leave_the_engine_serving(lab):
     assert ask(engine)
 
 
+def test_a_rank_that_cannot_tidy_fails_the_capture_and_leaves_the_engine_serving(lab):
+    engine = lab.launch(lab.engine(args=("--untidy",)))
+    output = lab.output()
+
+    with pytest.raises(
+        EngineError, match=r"tidy was not done by every rank: api\.\d+: this engine gives nothing"
+    ) as failed:
+        lab.capture(engine, output=output)
+
+    assert failed.value.step == "quiesce"
+    assert not output.exists()
+    assert ask(engine)
+
+
 def test_requests_that_end_in_time_are_waited_for(lab):
     engine = lab.launch()
     slow = Background(lambda: ask(engine, "slow", tokens=20, delay_s=0.1, timeout_s=60))

@@ -129,6 +129,18 @@ class Ranks:
         self._front("quiesce", timeout_s=timeout_s + _MARGIN_S, drain_timeout_s=timeout_s)
         return time.monotonic() - start
 
+    def tidy(self, *, timeout_s: float = 30.0) -> Mapping[str, Mapping[str, Any]]:
+        """Have every rank give back memory that nothing uses; only while the engine is quiet.
+
+        Returns:
+            ``{"worker.640": {"freed": {"garbage": …, "heap": …}, "anonymous_bytes": …, "trims": …}}``.
+
+        Raises:
+            EngineError: There is no rank, or one could not.
+            StepTimeout: One did not answer.
+        """
+        return self._all("tidy", timeout_s=timeout_s)
+
     def admit(self, key: str, *, timeout_s: float = 30.0) -> None:
         """Let a quiesced engine run for requests with ``key`` in their id alone; all others wait at the door.
 

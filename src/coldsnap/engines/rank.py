@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from coldsnap.engines.freshness import freshen
+from coldsnap.engines.tidying import tidy
 from coldsnap.errors import ColdSnapError, ContractError
 from coldsnap.keeper.directive import PLUGIN_ABI, Directive, read_directive
 
@@ -72,7 +73,12 @@ class Rank:
         self.directive = _own(read_directive(directive_path))
         self.engine = engine
         self.versions = dict(versions)
-        self._operations: dict[str, Operation] = {"ping": self.ping, "adopt": self.adopt, **(operations or {})}
+        self._operations: dict[str, Operation] = {
+            "ping": self.ping,
+            "adopt": self.adopt,
+            "tidy": tidy,
+            **(operations or {}),
+        }
         self._listener: socket.socket | None = None
 
     def start(self) -> None:

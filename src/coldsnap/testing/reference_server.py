@@ -249,7 +249,7 @@ def serve(options: argparse.Namespace) -> None:
         listener.close()
     front = FrontEnd(channel, worker, pair)
     listeners = [_listen_unix(name) for name in options.listen_unix]
-    start_rank("api", front.operations())
+    start_rank("api", {**front.operations(), **({"tidy": _refuse} if options.untidy else {})})
     with Server((options.host, options.port), Handler) as server:
         server.front, server.model = front, options.model
         server.serve_forever(poll_interval=POLL_S)
@@ -264,6 +264,10 @@ def _listen_unix(name: str) -> socket.socket:
     return listener
 
 
+def _refuse(_request: Mapping[str, Any]) -> Mapping[str, Any]:
+    raise Busy("this engine gives nothing back")
+
+
 def main() -> None:
     """Read the command line and serve."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -276,6 +280,7 @@ def main() -> None:
     parser.add_argument("--weights", help="a safetensors file, loaded into memory that can be released")
     parser.add_argument("--kv-bytes", type=int, default=1 << 20)
     parser.add_argument("--hoard", action="store_true", help="keep a second copy of the weights that nothing releases")
+    parser.add_argument("--untidy", action="store_true", help="refuse to give unused memory back before a capture")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--exit-after-s", type=float, default=None)
     parser.add_argument("--listen-unix", action="append", default=[], help="a Unix socket: a path, or @ and a name")

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["trim_heap"]
+__all__ = ["can_trim", "trim_heap"]
+
+
+def can_trim() -> bool:
+    """Return whether the C library has malloc_trim(3): glibc does, musl does not."""
+    return hasattr(ctypes.CDLL(None), "malloc_trim")
 
 
 def trim_heap() -> bool:
