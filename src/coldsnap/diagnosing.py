@@ -21,8 +21,9 @@ from coldsnap.drivers.subject import Subject
 from coldsnap.engines.settings import DIRECTIVE
 from coldsnap.errors import AdmissionError
 from coldsnap.host.criu import find_criu
-from coldsnap.host.doctor import named_problems
+from coldsnap.host.doctor import named_problems, slow_restores
 from coldsnap.host.kernel import KernelFiles
+from coldsnap.host.mounts import filesystem_of
 from coldsnap.host.probe import probe_kernel, probe_privileges
 from coldsnap.host.record import canonical, load_record, to_plain
 from coldsnap.keeper.tree import Process, below, scan
@@ -161,8 +162,9 @@ def _about_the_machine(criu: str | os.PathLike[str] | None, namespace: str) -> I
     privileges = probe_privileges(kernel)
     boot_id = kernel.text("/proc/sys/kernel/random/boot_id") or "unknown"
     found = find_criu(criu, boot_id=boot_id, privileges=privileges)
-    namespaces = probe_kernel(kernel, privileges).namespaces
-    for kind, sentence in named_problems(found, privileges, namespaces, namespace=namespace):
+    facts = probe_kernel(kernel, privileges)
+    slow = slow_restores(facts.transparent_huge_pages, filesystem_of("/run", kernel).type)
+    for kind, sentence in (*named_problems(found, privileges, facts.namespaces, namespace=namespace), *slow):
         yield host_finding(kind, sentence)
 
 

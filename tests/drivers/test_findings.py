@@ -128,6 +128,7 @@ PROVOKED = {
 }
 # What the table has besides, with the test that shows it.
 ELSEWHERE = {"foreign", "criu", "capability", "seccomp", "session", "tracer", "network", "outside-file", "unix-waiting"}
+ELSEWHERE |= {"huge-pages", "criu-cache"}
 
 
 @pytest.fixture

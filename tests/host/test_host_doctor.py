@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from coldsnap.host.doctor import problems
+from coldsnap.host.doctor import problems, slow_restores
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy.md"
 
@@ -55,3 +55,23 @@ def test_all_obstacles_are_said_at_once(host):
 
 def test_the_hosts_own_namespaces_need_no_new_ones(host):
     assert problems(host(kernel=evolve(host().kernel, namespaces=())), namespace="host") == ()
+
+
+@pytest.mark.parametrize("mode", ["madvise", "never"])
+def test_huge_pages_that_are_not_for_everybody_make_restores_slower(mode):
+    ((kind, sentence),) = slow_restores(mode, "tmpfs")
+
+    assert kind == "huge-pages"
+    assert repr(mode) in sentence
+    assert "write always to /sys/kernel/mm/transparent_hugepage/enabled" in sentence
+
+
+def test_a_run_directory_on_disk_makes_criu_probe_the_kernel_each_time():
+    ((kind, sentence),) = slow_restores("always", "ext4")
+
+    assert kind == "criu-cache"
+    assert "/run is on ext4" in sentence
+
+
+def test_nothing_is_said_of_a_machine_set_up_for_restores_or_of_what_is_not_known():
+    assert [*slow_restores("always", "tmpfs"), *slow_restores("unknown", "tmpfs")] == []

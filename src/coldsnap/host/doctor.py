@@ -39,6 +39,27 @@ def named_problems(
         yield "capability", sentence
 
 
+def slow_restores(transparent_huge_pages: str, run_type: str) -> Iterator[tuple[str, str]]:
+    """Yield what makes every restore of a machine slower, each with its kind: huge-pages or criu-cache.
+
+    They are settings of the whole machine, which this library never changes.
+
+    Args:
+        transparent_huge_pages: The kernel's choice: always, madvise, never; or unknown.
+        run_type: The type of the filesystem behind ``/run``.
+    """
+    if transparent_huge_pages in {"madvise", "never"}:
+        yield (
+            "huge-pages",
+            (
+                f"transparent huge pages are {transparent_huge_pages!r} here; on a machine that is there for restores, "
+                "write always to /sys/kernel/mm/transparent_hugepage/enabled"
+            ),
+        )
+    if run_type != "tmpfs":
+        yield "criu-cache", f"/run is on {run_type}, where CRIU keeps nothing of what it learns; mount a tmpfs there"
+
+
 def _criu_problems(criu: CriuFacts | None) -> list[str]:
     needed = ".".join(map(str, MINIMUM_CRIU_VERSION))
     if criu is None:
