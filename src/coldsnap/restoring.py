@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from coldsnap.accelerating import prepare
@@ -101,7 +102,11 @@ def start_keeper(session: Session, step: StartKeeper) -> Receipt:
         run_dir = str(Path(capsule.run_dir).parent)
     if Path(os.path.realpath(run_dir)).is_relative_to(os.path.realpath(opened.path)):
         raise AdmissionError(f"the run directory {run_dir} lies in the artifact {opened.path}; choose another one")
-    keeper = session.take(Keeper.start(run_dir, namespace=step.namespace, labels=labels))
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="coldsnap-beside") as beside:
+        # What the stage needs first is loaded while the keeper's interpreter starts.
+        loaded = beside.submit(n610.load_messages)
+        keeper = session.take(Keeper.start(run_dir, namespace=step.namespace, labels=labels))
+        loaded.result()
     keeper.begin("restore", [KILL])
     prepare(session)
     return Receipt(step=step.id, effective=f"{step.namespace} namespaces", reason=f"run directory {run_dir}")

@@ -24,6 +24,16 @@ def test_names_numbers_and_types_are_those_that_criu_publishes(name):
         assert published["fields"][field] == expected, field
 
 
+def test_protobuf_is_loaded_when_it_is_asked_for_and_not_by_an_import():
+    code = (
+        "import sys; from coldsnap.drivers import n610; before = 'google.protobuf' in sys.modules; "
+        "n610.load_messages(); print(before, 'google.protobuf' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert told.stdout.split() == ["False", "True"]
+
+
 def test_fields_nobody_here_knows_survive_an_edit():
     full = message("inet_sk_entry")(id=1, src_port=8000, src_addr=[16777343])
     unknown = bytes([0x70 | 2, 3]) + b"abc" + bytes([0x98, 0x01, 0x05])  # field 14, a message; field 19, a number

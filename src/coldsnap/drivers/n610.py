@@ -27,6 +27,7 @@ from coldsnap.drivers.audit import PATIENCE_S, Audit, audit_tree
 from coldsnap.drivers.base import TreeKeeper
 from coldsnap.drivers.dump import DumpedTree, dump_tree, opened_directory
 from coldsnap.drivers.findings import Severity
+from coldsnap.drivers.messages import load_messages
 from coldsnap.drivers.rebind import Rebind
 from coldsnap.drivers.thaw import StagedTree, ThawedTree, stage_tree, thaw_tree
 from coldsnap.drivers.volatile import remove_volatile
@@ -40,6 +41,7 @@ __all__ = [
     "ThawedTree",
     "continue_tree",
     "dump_tree",
+    "load_messages",
     "prepare_dump",
     "remove_leftovers",
     "stage_tree",

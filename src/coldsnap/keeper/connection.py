@@ -180,12 +180,23 @@ def _spawn_guard(python: str, theirs: socket.socket, complaints: int, timeout_s:
         )
     except OSError as error:
         raise StepError(f"cannot run the interpreter {python} for the keeper: {error.strerror}") from error
-    try:
-        child.wait(timeout_s)  # the guard is its child, and goes on
-    except subprocess.TimeoutExpired:
+    in_time = _ended(child.pid, timeout_s)  # the guard is its child, and goes on
+    if not in_time:
         child.kill()
-        child.wait()
-        raise StepTimeout(f"the interpreter {python} did not start the keeper", seconds=timeout_s) from None
+    child.wait()
+    if not in_time:
+        raise StepTimeout(f"the interpreter {python} did not start the keeper", seconds=timeout_s)
+
+
+def _ended(pid: int, timeout_s: float) -> bool:
+    """Wait for a child to end; ``Popen.wait`` with a deadline sleeps up to 50 ms between two looks."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+    finally:
+        os.close(pidfd)
 
 
 def _greet(run_dir: Path, channel: socket.socket, complaints: int | None, timeout_s: float) -> Connection:
