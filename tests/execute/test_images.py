@@ -16,6 +16,7 @@ from coldsnap.drivers.page_images import shrink_pages
 from coldsnap.errors import IntegrityError
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.undo import CONTINUE, KILL
+from coldsnap.testing.checkpoint import write_checkpoint
 from still_memory import STILL, private_memory
 
 pytestmark = pytest.mark.criu
@@ -131,3 +132,25 @@ def test_uncompressed_pages_are_told_and_restored_too(lab):
     assert not blocks(artifact)
     assert artifact.descriptor.capsule.units[0].pages.compression == "none"
     assert "pages_s" not in receipts(lab.restore(artifact))["thaw"].details
+
+
+def test_weights_outside_a_compressed_image_come_back(lab):
+    checkpoint = write_checkpoint(lab.directory / "model.safetensors", size_bytes=16 << 20)
+    report = lab.capture(lab.engine(weights=str(checkpoint)), policy=LZ4, then="keep")
+    expected = ask(report.engine)
+
+    artifact = cs.Artifact.open(report.artifact)
+
+    assert artifact.descriptor.weights.kind == "packs"
+    assert blocks(artifact)
+    assert ask(lab.restore(artifact).engine) == expected
+
+
+def test_weights_that_stayed_are_found_before_compression_hides_them(lab):
+    checkpoint = write_checkpoint(lab.directory / "model.safetensors", size_bytes=16 << 20)
+    engine = lab.launch(lab.engine(weights=str(checkpoint), args=("--hoard",)))
+
+    with pytest.raises(IntegrityError, match="weights of worker-0 are still in the process image"):
+        lab.capture(engine, policy=LZ4, then="keep")
+
+    assert ask(engine)
