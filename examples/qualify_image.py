@@ -28,7 +28,7 @@ from attrs import asdict, evolve
 
 import coldsnap as cs
 import quickstart  # type: ignore[import-not-found]  # beside this script
-from coldsnap.drivers.image_profile import Measured, choose_compression
+from coldsnap.drivers.image_profile import Measured, choose
 from coldsnap.plan import Plan
 from coldsnap.testing.reference import ReferenceEngine
 
@@ -100,7 +100,7 @@ def measure(engine: Any, work: Path, options: argparse.Namespace) -> dict[str, A
         "restores": rows,
         "table": table(captures, rows),
         "profile": [asdict(each) for each in profile],
-        "chosen": choose_compression(profile).compression,
+        "chosen": choose(profile).compression,
     }
 
 
@@ -178,26 +178,20 @@ def table(captures: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any
 
 
 def profile_of(captures: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> tuple[Measured, ...]:
-    """Return what ``drivers/image_profile.py`` holds: uncompressed, and lz4 as the library feeds it."""
+    """Return what ``drivers/image_profile.py`` holds: each way that the library can take."""
     sizes = {each["way"]: each["stored_bytes"] / each["raw_bytes"] for each in captures}
-    raw = {row["cache"]: median(row) for row in rows if row["stored"] == "raw"}
-
-    def ratio(stored: str, cache: Cache) -> float:
-        measured = [
-            median(row) for row in rows if row["stored"] == stored and row["cache"] == cache and row["workers"] == 1
-        ]
-        return min(measured) / raw[cache]
-
-    return (
+    cold = {row["way"]: median(row) for row in rows if row["cache"] == "cold"}
+    return tuple(
         Measured(
-            compression="none",
-            size_ratio=sizes["zero-free"],
-            hot_ratio=ratio("zero-free", "hot"),
-            cold_ratio=ratio("zero-free", "cold"),
-        ),
-        Measured(
-            compression="lz4", size_ratio=sizes["lz4"], hot_ratio=ratio("lz4", "hot"), cold_ratio=ratio("lz4", "cold")
-        ),
+            compression="lz4" if row["stored"] == "lz4" else "none",
+            pages=row["pages"],
+            workers=row["workers"],
+            size_ratio=sizes[row["stored"]],
+            hot_s=median(row),
+            cold_s=cold[row["way"]],
+        )
+        for row in rows
+        if row["cache"] == "hot" and row["stored"] != "raw"
     )
 
 

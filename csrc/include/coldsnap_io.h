@@ -179,7 +179,7 @@ typedef struct {
   uint32_t alignment;      /* payloads start at multiples of it: 4096, or 1 */
   uint32_t acceleration;   /* pack: 1 compresses best, more is faster */
   uint32_t backend;        /* unpack: auto, buffered or direct */
-  uint32_t workers;        /* threads that compress or decompress; others read ahead */
+  uint32_t workers;        /* threads that compress or decompress; others read and write */
   uint32_t flags;
   uint32_t reserved;       /* 0 */
 } coldsnap_io_image;

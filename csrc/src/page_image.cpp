@@ -205,16 +205,18 @@ class Unpacking {
     batches_ = lay_out(geometry_, blocks, image.payload_offset);
     open_direct();
     readers_ = direct_ ? 2 : 1;
-    slots_ = image.workers + readers_ + kSpare;
-    filled_.assign(slots_, 0);
-    emptied_.assign(slots_, 0);
-    for (uint64_t slot = 0; slot < slots_; ++slot)
-      data_.push_back(std::make_unique<Scratch>(geometry_.batch_bytes() + kPage + lz4::kSlack));
+    for (uint64_t slot = 0; slot < image.workers + readers_ + kSpare; ++slot)
+      payloads_.push_back({std::make_unique<Scratch>(geometry_.batch_bytes() + kPage + lz4::kSlack)});
+    for (uint64_t slot = 0; slot < image.workers + kSpare; ++slot)
+      pages_.push_back({std::make_unique<Scratch>(geometry_.batch_bytes() + lz4::kSlack)});
   }
 
   void run() {
-    run_together(image_.workers + readers_, meeting_, [this](unsigned index) {
-      index < image_.workers ? work() : read();
+    // Reading, decompressing and writing have threads of their own, so that none of them waits for another.
+    run_together(image_.workers + readers_ + 1, meeting_, [this](unsigned index) {
+      if (index < image_.workers) return work();
+      if (index < image_.workers + readers_) return read();
+      write();
     });
     result_.workers = image_.workers;
     result_.raw_bytes = image_.raw_bytes;
@@ -239,26 +241,40 @@ class Unpacking {
     if (!direct_ && chosen) fail_refused_direct(error);
   }
 
-  // Slot of a batch: batches take turns, so a slot is free when the batch that had it before has been worked through.
-  uint8_t* data(uint64_t batch) { return data_[batch % slots_]->get(); }
+  // Memory for one batch after the other: batches take turns, so a slot is free when the batch that had it before is done.
+  struct Slot {
+    std::unique_ptr<Scratch> memory;
+    uint64_t filled = 0, emptied = 0;  // the batch that is there, or was done there, plus 1
+  };
+  using Slots = std::vector<Slot>;
+
+  static Slot& slot(Slots& slots, uint64_t batch) { return slots[batch % slots.size()]; }
+
+  bool await_empty(Slots& slots, uint64_t batch) {
+    return meeting_.when(
+        [&] { return batch < slots.size() || slot(slots, batch).emptied == batch - slots.size() + 1; }, [] {});
+  }
+  bool await_filled(Slots& slots, uint64_t batch) {
+    return meeting_.when([&] { return slot(slots, batch).filled == batch + 1; }, [] {});
+  }
+  bool change(const std::function<void()>& body) { return meeting_.when([] { return true; }, body); }
 
   void read() {
     uint64_t io_ns = 0, buffered = 0, direct = 0;
     for (;;) {
       uint64_t batch = 0;
-      if (!meeting_.when([] { return true; }, [&] { batch = next_read_++; }) || batch >= batches_.size()) break;
-      const auto free = [&] { return batch < slots_ || emptied_[batch % slots_] == batch - slots_ + 1; };
-      if (!meeting_.when(free, [] {})) break;
+      if (!change([&] { batch = next_read_++; }) || batch >= batches_.size()) break;
+      if (!await_empty(payloads_, batch)) break;
       const auto [offset, length] = batches_[batch];
       if (length) {
         const Stopwatch watch(io_ns);
         const bool around = direct_ && (image_.backend == COLDSNAP_IO_DIRECT || !resident(offset, length));
-        read_exact(around ? direct_.get() : in_, data(batch), length, offset);
+        read_exact(around ? direct_.get() : in_, slot(payloads_, batch).memory->get(), length, offset);
         (around ? direct : buffered) += length;
       }
-      if (!meeting_.when([] { return true; }, [&] { filled_[batch % slots_] = batch + 1; })) break;
+      if (!change([&] { slot(payloads_, batch).filled = batch + 1; })) break;
     }
-    meeting_.when([] { return true; }, [&] {
+    change([&] {
       result_.io_ns += io_ns;
       result_.buffered_bytes += buffered;
       result_.direct_bytes += direct;
@@ -271,28 +287,36 @@ class Unpacking {
   }
 
   void work() {
-    Scratch raw(geometry_.batch_bytes() + lz4::kSlack);
-    uint64_t codec_ns = 0, write_ns = 0;
+    uint64_t codec_ns = 0;
     for (;;) {
       uint64_t batch = 0;
-      // In order: a batch that has to be written after this one must never hold the only worker.
-      if (!meeting_.when([] { return true; }, [&] { batch = next_work_++; }) || batch >= batches_.size()) break;
-      if (!meeting_.when([&] { return filled_[batch % slots_] == batch + 1; }, [] {})) break;
+      // In order: a batch that has to be written later must never keep an earlier one from its turn.
+      if (!change([&] { batch = next_work_++; }) || batch >= batches_.size()) break;
+      if (!await_filled(payloads_, batch) || !await_empty(pages_, batch)) break;
       {
         const Stopwatch watch(codec_ns);
-        unpack(batch, raw.get());
+        unpack(batch, slot(pages_, batch).memory->get());
       }
-      if (!meeting_.when([] { return true; }, [&] { emptied_[batch % slots_] = batch + 1; })) break;
-      if (!emit(batch, raw.get(), write_ns)) break;
+      if (!change([&] { slot(payloads_, batch).emptied = slot(pages_, batch).filled = batch + 1; })) break;
     }
-    meeting_.when([] { return true; }, [&] {
-      result_.codec_ns += codec_ns;
-      result_.write_ns += write_ns;
-    });
+    change([&] { result_.codec_ns += codec_ns; });
+  }
+
+  void write() {
+    uint64_t write_ns = 0;
+    for (uint64_t batch = 0; batch < batches_.size(); ++batch) {
+      if (!await_filled(pages_, batch)) break;
+      {
+        const Stopwatch watch(write_ns);
+        emit(batch, slot(pages_, batch).memory->get());
+      }
+      if (!change([&] { slot(pages_, batch).emptied = batch + 1; })) break;
+    }
+    change([&] { result_.write_ns += write_ns; });
   }
 
   void unpack(uint64_t batch, uint8_t* raw) {
-    const uint8_t* payload = data(batch);
+    const uint8_t* payload = slot(payloads_, batch).memory->get();
     for (uint64_t block = geometry_.first_block(batch); block < geometry_.end_block(batch); ++block) {
       const uint64_t length = geometry_.raw_length(block);
       unpack_block(payload, blocks_[block], block, raw, length, geometry_);
@@ -301,18 +325,10 @@ class Unpacking {
     }
   }
 
-  bool emit(uint64_t batch, const uint8_t* raw, uint64_t& write_ns) {
+  void emit(uint64_t batch, const uint8_t* raw) {
     const uint64_t start = geometry_.raw_at(geometry_.first_block(batch));
     const uint64_t end = geometry_.raw_at(geometry_.end_block(batch));
-    if (image_.flags & COLDSNAP_IO_SEQUENTIAL) {
-      if (!meeting_.when([&] { return written_ == batch; }, [] {})) return false;
-      {
-        const Stopwatch watch(write_ns);
-        write_all(out_, raw, end - start);
-      }
-      return meeting_.when([] { return true; }, [&] { written_ = batch + 1; });
-    }
-    const Stopwatch watch(write_ns);
+    if (image_.flags & COLDSNAP_IO_SEQUENTIAL) return write_all(out_, raw, end - start);
     // Runs of blocks with content; between them the file keeps its holes.
     uint64_t from = start;
     for (uint64_t block = geometry_.first_block(batch); block < geometry_.end_block(batch); ++block) {
@@ -322,7 +338,6 @@ class Unpacking {
       from = geometry_.raw_at(block + 1);
     }
     if (end > from) write_exact(out_, raw + (from - start), end - from, from);
-    return true;
   }
 
   int in_, out_;
@@ -333,11 +348,9 @@ class Unpacking {
   std::vector<Batch> batches_;
   Fd direct_;
   unsigned readers_ = 1;
-  uint64_t slots_ = 0;
-  std::vector<std::unique_ptr<Scratch>> data_;
+  Slots payloads_, pages_;
   Meeting meeting_;
-  std::vector<uint64_t> filled_, emptied_;  // per slot: the batch that is there, or was done there, plus 1
-  uint64_t next_read_ = 0, next_work_ = 0, written_ = 0;
+  uint64_t next_read_ = 0, next_work_ = 0;
 };
 
 }  // namespace

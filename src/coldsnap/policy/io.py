@@ -82,5 +82,5 @@ class IO(Section):
         "auto",
         OneOf(get_args(ImageCompression)),
         doc="lz4: pages in blocks of 256 KiB, acceleration 1, padded to pages. none: as CRIU wrote them. auto: the "
-        "one that was measured to restore faster from a cold cache; of two equally fast ones the smaller.",
+        "one that was measured to be faster for a hot and a cold restore together; of equally fast ones the smaller.",
     )
