@@ -18,7 +18,7 @@ from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.handle import Engine as Handle
 from coldsnap.keeper.undo import control
 from coldsnap.receipts import Receipt
-from coldsnap.releasing import release_request
+from coldsnap.releasing import release_request, require_seen
 from coldsnap.session import Session
 from coldsnap.steps import InspectEngine, SleepEngine, WakeEngine
 
@@ -39,7 +39,7 @@ def sleep(session: Session, step: SleepEngine) -> Receipt:
     drained_s = ranks.quiesce(timeout_s=step.quiesce_timeout_s)
     if step.discard:
         ranks.reset_prefix_cache()
-    Store(step.store).prepare()
+    require_seen(session, [Store(step.store).prepare()])
     requests = {
         rank: release_request(session, step, worker, _private(Path(step.run_dir, "sleep", worker)))
         for rank, worker in workers.items()
@@ -70,12 +70,16 @@ def wake(session: Session, step: WakeEngine) -> Receipt:
 
 def inspect(session: Session, step: InspectEngine) -> Receipt:
     """Tell how the engine is; nothing is begun, so that it can be asked while another operation runs."""
+    session.serving = True
     with Keeper.connect(step.run_dir) as keeper:
         session.keeper = keeper
-        status = keeper.status()
-        door = session.ranks.status(timeout_s=step.timeout_s)
-        memory = session.ranks.memory(timeout_s=step.timeout_s)
-        session.keeper = None
+        try:
+            status = keeper.status()
+            session.report.workload = f"the engine is {status.state}, its memory unknown"
+            door = session.ranks.status(timeout_s=step.timeout_s)
+            memory = session.ranks.memory(timeout_s=step.timeout_s)
+        finally:
+            session.keeper = None  # whatever failed, there is nothing to undo, least of all the engine
     details = {f"requests_{name}": int(value) for name, value in door.items() if name in ("unfinished", "held", "open")}
     state = _word(memory)
     session.report.workload = f"the engine is {status.state}, its memory {state}"

@@ -130,8 +130,6 @@ class Capture:
             problems.append(("$.placement", f"expected {expected}"))
         if self.then not in ("stop", "keep"):
             problems.append(("$.then", f"expected 'stop' or 'keep', found {self.then!r}"))
-        if "\0" in self.output:
-            problems.append(("$.output", "expected a path without NUL"))
         if not self.prompt or "\0" in self.prompt:
             problems.append(("$.prompt", "expected a text that is not empty and has no NUL"))
         if not 1 <= self.answer_tokens <= 512:

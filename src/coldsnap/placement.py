@@ -31,8 +31,18 @@ def _name(_instance: object, _attribute: object, value: str | None) -> None:
 
 
 def absolute(value: str | os.PathLike[str]) -> str:
-    """Return a path, absolute."""
-    return os.path.abspath(os.fspath(value))
+    """Return a path, absolute.
+
+    Raises:
+        PolicyError: It is no path.
+    """
+    text = os.fspath(value)
+    if not text or "\0" in text:
+        # Of an empty one, as of an unset variable, the working directory would be made.
+        raise PolicyError(
+            [("$", f"expected paths that are not empty and without NUL, found {text!r}")], what="operation"
+        )
+    return os.path.abspath(text)
 
 
 def absolute_each(value: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
@@ -85,8 +95,6 @@ class Placement:
             raise PolicyError(
                 [("$.placement.units", f"expected distinct units, at least one, found {ids}")], what="operation"
             )
-        if "\0" in (self.run_dir or ""):
-            raise PolicyError([("$.placement.run_dir", "expected a path without NUL")], what="operation")
 
     @property
     def front(self) -> UnitPlacement:

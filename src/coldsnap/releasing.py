@@ -6,11 +6,13 @@ holds weights is refused, because such an image only looks small.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coldsnap import artifact as format9
+from coldsnap.admission import require
 from coldsnap.artifact.canonical import hex_of
 from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, Recovery, WorkerWeights
@@ -24,7 +26,7 @@ from coldsnap.session import Released, Session
 from coldsnap.steps import ReleaseWeights, SleepEngine
 from coldsnap.transfer.samples import draw, search
 
-__all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside"]
+__all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside", "require_seen"]
 
 WEIGHTS = "weights"
 """The directory of an artifact with a directory for each worker."""
@@ -41,11 +43,11 @@ def release(session: Session, step: ReleaseWeights) -> Receipt:
     workers = ranks.workers()
     if step.discard:
         ranks.reset_prefix_cache()  # no block of it may refer to what is thrown away
-    Store(step.store).prepare()
     requests = {
         rank: release_request(session, step, worker, writer.directory(f"{WEIGHTS}/{worker}"))
         for rank, worker in workers.items()
     }
+    require_seen(session, [Store(step.store).prepare(), writer.path])
     if session.serving:
         session.living.undo(control("hydrate"))
     replies = ranks.release(requests, timeout_s=step.timeout_s)
@@ -78,6 +80,38 @@ def release_request(
         "native_library": step.native_library or None,
         "native_sha256": step.native_sha256 or None,
     }
+
+
+def require_seen(session: Session, directories: Sequence[Path]) -> None:
+    """Refuse directories that the engine would find elsewhere than this process does.
+
+    Private namespaces keep the mounts of the moment they were made. What is mounted later covers a directory here and
+    not there, so a worker would write into the one underneath, where nobody looks.
+
+    Args:
+        session: With a keeper, whose mounts are the engine's.
+        directories: They are there.
+
+    Raises:
+        AdmissionError: Each is named.
+    """
+    root = f"/proc/{session.living.keeper_pid}/root"
+    require(
+        "weights cannot be released",
+        [
+            f"{path} lies on a filesystem that was mounted or unmounted after the engine was started, and the engine, "
+            "in mounts of its own, finds another directory there or none; name one elsewhere, or launch it anew"
+            for path in directories
+            if not _is_same(path.resolve(), root)
+        ],
+    )
+
+
+def _is_same(path: Path, root: str) -> bool:
+    try:
+        return os.path.samefile(path, f"{root}{path}")
+    except FileNotFoundError:
+        return False
 
 
 def _released(rank: str, directory: str, reply: Mapping[str, Any]) -> Released:

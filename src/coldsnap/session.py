@@ -32,6 +32,7 @@ from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Endpoint, read_directive
 from coldsnap.keeper.rundir import is_full
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
+from coldsnap.keeper.undo import STAYS_CLOSED
 from coldsnap.plan import Plan
 from coldsnap.receipts import Report
 from coldsnap.transfer.prefetch import Prefetch
@@ -204,6 +205,11 @@ class Session:
             return f"nothing is left running ({undone})"
         if status.loss:
             return f"the engine does not serve: {status.loss} ({undone})"
+        if STAYS_CLOSED in done:
+            # What a capture wrote is removed with its output; what a sleep wrote is still there.
+            todo = "put right what is missing and wake it (Wake)" if self.plan.operation == "sleep" else "stop it"
+            closed = f"the engine is {status.state}, but its memory is not back, and its door stays closed"
+            return f"{closed}; {todo} ({undone})"
         return f"the engine is {status.state} as before ({undone})"
 
     @staticmethod

@@ -130,6 +130,14 @@ def test_everything_in_the_store_is_private_and_its_facts_feed_probe(tmp_path: P
     assert store.size_bytes["packs"] == store.packs()[0].bytes
 
 
+def test_a_store_that_cannot_be_made_is_told_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below", "x" * 300):
+        with pytest.raises(ArtifactError, match=f"the directory .*{place} of the store .* cannot be created: "):
+            Store(tmp_path / place).prepare()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_store_open_to_others_is_refused(store: Store) -> None:
     store.prepare()
     store.directory.chmod(0o755)

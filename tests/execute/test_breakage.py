@@ -57,11 +57,15 @@ def test_an_output_that_cannot_be_made_is_told_with_its_path(tmp_path, output):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_path_with_a_nul_is_refused(lab):
-    with pytest.raises(PolicyError, match="without NUL"):
-        cs.Capture(lab.engine(), output="a\0b", placement=cs.local(port=1))
-    with pytest.raises(PolicyError, match="run_dir: expected a path without NUL"):
-        cs.local(port=1, run_dir="a\0b")
+@pytest.mark.parametrize("path", ["a\0b", ""])
+def test_a_path_that_is_empty_or_has_a_nul_is_refused(lab, path):
+    refused = pytest.raises(PolicyError, match="not empty and without NUL, found '(a.x00b)?'")
+    with refused:
+        cs.Capture(lab.engine(), output=path, placement=cs.local(port=1))
+    with refused:
+        cs.Capture(lab.engine(), output="a", store=path, placement=cs.local(port=1))
+    with refused:
+        cs.local(port=1, run_dir=path)
 
 
 def test_of_two_captures_of_one_engine_the_second_is_refused_and_undoes_nothing(lab):

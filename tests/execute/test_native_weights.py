@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from attrs import evolve
-from lab import Lab, ask, changed, port_is_free, tagged, until, unused_port
+from lab import Lab, ask, changed, kill_rank, port_is_free, tagged, until, unused_port
 
 import coldsnap as cs
 from coldsnap.errors import (
@@ -310,6 +310,36 @@ def test_a_store_where_the_engine_cannot_see_it_is_refused(lab, home):
         lab.capture(lab.engine(weights=str(home.checkpoint)), store="/dev/shm/store")
 
 
+@pytest.fixture
+def mounted_later(kept, other, tmp_path):
+    """A filesystem that came after the engines."""
+    place = tmp_path / "later"
+    place.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "none", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+    assert not list(place.iterdir()), "something was written underneath the mount"
+
+
+@pytest.mark.parametrize("what", ["store", "output"])
+def test_a_filesystem_that_was_mounted_after_the_engine_is_refused_and_nothing_is_written_below_it(
+    lab, kept, mounted_later, what
+):
+    places = {"store": kept.store, "output": lab.output()} | {what: mounted_later / what}
+
+    with pytest.raises(AdmissionError, match=f"{mounted_later}/{what}.* mounted or unmounted after") as failed:
+        lab.capture(kept.engine, then="keep", **places)
+
+    assert "running as before" in failed.value.report.workload
+    assert ask(kept.engine) == kept.answer
+
+
+def test_an_engine_does_not_sleep_into_a_store_that_it_would_find_elsewhere(lab, other, mounted_later):
+    with pytest.raises(AdmissionError, match="mounted or unmounted after the engine"):
+        lab.run(cs.Sleep(other.engine, store=mounted_later / "store"))
+    assert ask(other.engine) == other.answer
+
+
 # -- at rest ----------------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +394,36 @@ def test_a_sleep_that_fails_leaves_the_engine_serving(lab, other):
 
     assert "running as before" in failed.value.report.workload
     assert ask(other.engine) == other.answer
+
+
+def test_an_engine_whose_memory_cannot_come_back_answers_nobody_until_it_is_awake(lab, other):
+    lab.run(cs.Sleep(other.engine))
+    (pack,) = other.engine.run_dir.rglob("*.pack")
+    flip(pack, keep_mtime=True)
+    with pytest.raises(EngineError, match="wrong bytes"):
+        lab.run(cs.Wake(other.engine))
+
+    with pytest.raises(EngineError, match="hydrate it first") as failed:
+        lab.run(cs.Sleep(other.engine))
+
+    assert "memory is not back, and its door stays closed; put right what is" in failed.value.report.workload
+    with pytest.raises(TimeoutError):
+        ask(other.engine, timeout_s=0.5)
+    flip(pack, keep_mtime=True)
+    lab.run(cs.Wake(other.engine))
+    assert ask(other.engine) == other.answer
+
+
+def test_asking_how_an_engine_is_whose_worker_died_stops_nothing(lab, home):
+    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
+    kill_rank(engine.run_dir, "worker")
+    until(lambda: engine.keeper.status().loss, "the end of the worker")
+
+    with pytest.raises(EngineError, match="worker.[0-9]+: it does not listen") as failed:
+        lab.run(cs.Status(engine))
+
+    assert failed.value.report.workload == "the engine is running, its memory unknown"
+    assert engine.keeper.status().state == "running"
 
 
 def test_an_engine_without_a_memory_provider_cannot_sleep(lab):

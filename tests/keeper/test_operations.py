@@ -280,6 +280,18 @@ def test_a_rank_that_does_not_listen_is_named(private):
     assert sentence.startswith("asked 1 ranks to resume, not done: api.7: it does not listen")
 
 
+def test_the_door_is_not_opened_when_memory_is_not_back(private):
+    keeper = private.start()
+    keeper.spawn_engine(["sleep", "100"], env=private.env, cwd="/")
+    (keeper.rank_dir / "control" / "worker.7.sock").touch()
+    keeper.begin("sleep", [control("resume"), control("hydrate")])
+
+    hydrated, resumed = keeper.abort()
+
+    assert hydrated.startswith("asked 1 ranks to hydrate, not done: worker.7: it does not listen")
+    assert resumed == "asked nobody to resume, since memory is not back"
+
+
 @pytest.mark.parametrize(
     "entry",
     [

@@ -31,7 +31,7 @@ from coldsnap.artifact.pack import Pack, PackEntry, Source, layout, write_pack
 from coldsnap.artifact.payloads import PayloadObject
 from coldsnap.artifact.private import open_directory, open_private
 from coldsnap.artifact.validate import Transport, validate
-from coldsnap.errors import IntegrityError, PayloadMissingError
+from coldsnap.errors import ArtifactError, IntegrityError, PayloadMissingError
 
 __all__ = ["PACKS", "Store", "StoredPack"]
 
@@ -82,12 +82,18 @@ class Store:
 
         Raises:
             FormatError: One of them is a link, foreign, or open to others.
+            ArtifactError: One cannot be made, for example since a file is in its place.
         """
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.root
         for part in ("", *PACKS.parts):
             path = path / part
-            path.mkdir(mode=0o700, exist_ok=True)
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ArtifactError(
+                    f"the directory {path} of the store {self.root} cannot be created: {error.strerror}; make room for "
+                    "it, or name another store"
+                ) from error
             os.close(open_directory(path))
         return self.directory
 

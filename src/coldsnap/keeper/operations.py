@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from coldsnap.keeper import control, engine_log, launcher, layout, namespaces, request, undo
@@ -186,7 +186,7 @@ class Operations:
 
     def _undo_now(self, flight: _InFlight, why: str) -> None:
         self.tree.signal(signal.SIGKILL, self.tree.living_helpers())
-        did = [self._run(entry) for entry in reversed(flight.entries)]
+        did = self._run_all(flight.entries)
         try:
             self._journal.undone(why, did)
         except OSError as error:  # there is no room to say so; to remove a second time what is gone does no harm
@@ -195,6 +195,15 @@ class Operations:
         self._interrupted = {"operation": flight.name, "why": why, "undone": did, "unix_ns": time.time_ns()}
         if flight.kills:
             self._finish("stopped")
+
+    def _run_all(self, entries: Sequence[undo.Undo]) -> list[str]:
+        did: list[str] = []
+        asleep = False
+        for entry in reversed(entries):
+            # An open door would have the engine answer from memory that holds anything, and nobody could tell.
+            did.append(undo.STAYS_CLOSED if asleep and entry == undo.control("resume") else self._run(entry))
+            asleep = asleep or (entry == undo.control("hydrate") and undo.NOT_DONE in did[-1])
+        return did
 
     def _run(self, entry: undo.Undo) -> str:
         match entry["kind"]:
@@ -219,7 +228,7 @@ class Operations:
         bad = [
             f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str) or not answer.get("ok")
         ]
-        return f"asked {len(answers)} ranks to {op}" + (f", not done: {'; '.join(bad)}" if bad else "")
+        return f"asked {len(answers)} ranks to {op}" + (f"{undo.NOT_DONE}{'; '.join(bad)}" if bad else "")
 
     # Processes: the arguments of each are those of its message
 

@@ -16,6 +16,9 @@ Undo: TypeAlias = Mapping[str, str]
 CONTINUE: Undo = {"kind": "continue"}
 KILL: Undo = {"kind": "kill"}
 
+NOT_DONE = ", not done: "
+STAYS_CLOSED = "asked nobody to resume, since memory is not back"
+
 _FIELDS = {"remove": {"path", "unless"}, "continue": set[str](), "control": {"op"}, "kill": set[str]()}
 
 
