@@ -383,9 +383,13 @@ def test_requests_that_end_in_time_are_waited_for(lab):
     slow = Background(lambda: ask(engine, "slow", tokens=20, delay_s=0.1, timeout_s=60))
     time.sleep(0.3)
 
-    assert lab.capture(engine, then="keep").state == "succeeded"
+    report = lab.capture(engine, then="keep")
 
+    assert report.state == "succeeded"
     assert len(slow.result(60)) == 20
+    (quiesced,) = (receipt for receipt in report.receipts if receipt.step == "quiesce")
+    told = [name for name in quiesced.details if name.endswith(" freed_bytes")]
+    assert sorted(name.partition(".")[0] for name in told) == ["api", "worker"]
 
 
 def test_a_client_that_is_connected_while_the_tree_is_dumped_is_named_and_answered_afterwards(lab):
