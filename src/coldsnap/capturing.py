@@ -18,7 +18,7 @@ from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.endpoint import await_ready, log_tail
 from coldsnap.engines.environment import require_interpreter
 from coldsnap.engines.settings import inherited_environment
-from coldsnap.engines.specs import COMMAND, SPEC, EngineRecord, spec_from_text
+from coldsnap.engines.specs import COMMAND, SPEC, EngineRecord, spec_from_text, was_launched_releasing
 from coldsnap.engines.tidying import tidied
 from coldsnap.errors import AcceptanceError, AdmissionError, EngineError, UnsupportedError
 from coldsnap.host.doctor import problems
@@ -234,7 +234,9 @@ def _not_as_planned(session: Session, keeper: Keeper) -> Iterator[str]:
 
 def _asleep(session: Session) -> Iterator[str]:
     """Yield what sleeps: it cannot answer, so it cannot be captured, and whether it may wake is not ours to say."""
-    for rank, memory in session.ranks.memory().items():
+    # A rank keeps the code of its capture: one that was not launched for it need not know the question.
+    known = was_launched_releasing(session.living.labels)
+    for rank, memory in session.ranks.memory().items() if known else ():
         if memory["state"] != "awake":
             yield f"the memory of {rank} is {memory['state']}; wake the engine first (Wake)"
 

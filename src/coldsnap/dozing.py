@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coldsnap.artifact.store import Store
-from coldsnap.engines.specs import spec_of_running
+from coldsnap.engines.specs import spec_of_running, was_launched_releasing
 from coldsnap.errors import EngineError
 from coldsnap.hydrating import reading_of
 from coldsnap.keeper.client import Keeper
@@ -77,7 +77,8 @@ def inspect(session: Session, step: InspectEngine) -> Receipt:
             status = keeper.status()
             session.report.workload = f"the engine is {status.state}, its memory unknown"
             door = session.ranks.status(timeout_s=step.timeout_s)
-            memory = session.ranks.memory(timeout_s=step.timeout_s)
+            known = was_launched_releasing(keeper.labels)
+            memory = session.ranks.memory(timeout_s=step.timeout_s) if known else {}
         finally:
             session.keeper = None  # whatever failed, there is nothing to undo, least of all the engine
     details = {f"requests_{name}": int(value) for name, value in door.items() if name in ("unfinished", "held", "open")}
