@@ -414,12 +414,22 @@ def test_an_engine_whose_memory_cannot_come_back_answers_nobody_until_it_is_awak
     assert ask(other.engine) == other.answer
 
 
+def test_what_an_engine_wrote_when_it_fell_asleep_ends_with_it(lab, home):
+    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
+    lab.run(cs.Sleep(engine))
+    assert list(engine.run_dir.rglob("*.pack"))
+
+    engine.stop(grace_s=0)
+
+    assert not engine.run_dir.exists()
+
+
 def test_asking_how_an_engine_is_whose_worker_died_stops_nothing(lab, home):
     engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
     kill_rank(engine.run_dir, "worker")
     until(lambda: engine.keeper.status().loss, "the end of the worker")
 
-    with pytest.raises(EngineError, match="worker.[0-9]+: it does not listen") as failed:
+    with pytest.raises(EngineError, match="not done by every rank: worker") as failed:
         lab.run(cs.Status(engine))
 
     assert failed.value.report.workload == "the engine is running, its memory unknown"

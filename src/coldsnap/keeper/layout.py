@@ -22,6 +22,7 @@ JOURNAL = "journal.jsonl"
 OUTCOME = "outcome.json"
 RANK = "rank"
 WORK = "work"
+SLEEP = "sleep"  # what the engine's workers wrote when it fell asleep; it ends with the engine
 DIRECTIVE = "directive.json"
 ACK = "ack"
 CONTROL = "control"
@@ -29,7 +30,7 @@ TMP = "tmp"  # of a tree in the host's namespaces
 ENGINE_LOG = "engine.log"
 KEEPER_LOG = "keeper.log"
 ELSEWHERE = "free some there, or choose a run directory on another filesystem (Placement.run_dir)"
-KNOWN = frozenset({KEEPER_FILE, KEEPER_SOCKET, JOURNAL, OUTCOME, RANK, WORK})
+KNOWN = frozenset({KEEPER_FILE, KEEPER_SOCKET, JOURNAL, OUTCOME, RANK, WORK, SLEEP})
 
 # Fixed at launch, and for every restore of that process for ever: the tree remembers them.
 SHM = "/dev/shm"  # noqa: S108 - the mount point itself

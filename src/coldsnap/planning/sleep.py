@@ -8,16 +8,14 @@ from coldsnap.behaviour import engine_defaults
 from coldsnap.engines.specs import spec_of_running, was_launched_releasing
 from coldsnap.errors import UnsupportedError
 from coldsnap.host.facts import Facts
+from coldsnap.keeper.layout import SLEEP
 from coldsnap.operation import TAGS, EngineHandle, Sleep, Status, Stop, Wake
 from coldsnap.plan import Decision, Plan
 from coldsnap.planning.weights import reading, writing
 from coldsnap.policy import Policy
 from coldsnap.steps import InspectEngine, SleepEngine, StopEngine, WakeEngine
 
-__all__ = ["SLEEP", "plan_sleep", "plan_status", "plan_stop", "plan_wake"]
-
-SLEEP = "sleep"
-"""The directory of residuals, and of the store when there is no other, in the run directory."""
+__all__ = ["plan_sleep", "plan_status", "plan_stop", "plan_wake"]
 
 
 def plan_sleep(policy: Policy, operation: Sleep, facts: Facts) -> Plan:
