@@ -187,7 +187,7 @@ def table(result: Mapping[str, Any]) -> str:
     rows = [
         ("cold start, nothing cached", f"{result['cold_start_s']:8.2f} s"),
         ("cold start, warm caches, fastest", f"{min(warm):8.2f} s   {starts}"),
-        ("capture (quiesce, dump, seal, commit)", f"{result['capture_s']:8.2f} s"),
+        ("capture (quiesce to commit)", f"{result['capture_s']:8.2f} s"),
         ("restore to first correct token, slowest", f"{max(restores):8.2f} s   {backs}"),
         ("speed-up over the warm-cache cold start", f"{result['speedup']:8.1f} x   slowest restore, fastest start"),
         ("artifact", f"{result['artifact_bytes'] / 1e6:8.1f} MB"),
