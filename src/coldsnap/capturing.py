@@ -341,8 +341,10 @@ def settle(session: Session, step: SettleWorkload) -> Receipt:
         keeper.end()
         session.keeper = None
         session.report.engine = Handle(keeper)
-        session.report.workload = "the engine serves on"
-        return Receipt(step=step.id, effective="serves on")
+        loss = keeper.status().loss
+        lost = f"the engine does not serve any more ({loss}); the artifact is whole: stop the engine and restore it"
+        session.report.workload = lost if loss else "the engine serves on"
+        return Receipt(step=step.id, effective="serves no more" if loss else "serves on", reason=loss)
     keeper.stop(grace_s=0)  # ends the operation too: between the two a dead caller would leave it standing still
     session.keeper = None
     if not keeper.private:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from coldsnap.artifact import hashing
 from coldsnap.artifact.cores import in_threads
-from coldsnap.artifact.hashing import WINDOW_BYTES, sha256_fd, sha256_spans
+from coldsnap.artifact.hashing import WINDOW_BYTES, pieces_of, sha256_fd, sha256_spans
 
 SIZE = WINDOW_BYTES * 2 + 12_345
 
@@ -92,3 +93,20 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(tmp_path: Path)
 def test_threads_keep_the_order_of_the_items() -> None:
     assert [number * 2 for number in range(50)] == in_threads(lambda number: number * 2, range(50), threads=8)
     assert [] == in_threads(str, [])
+
+
+def test_a_file_that_cannot_be_mapped_is_not_read_through_the_heap(tmp_path):
+    """What was freed there keeps what it held, and would be in a process image."""
+    path = tmp_path / "pack"
+    path.write_bytes(os.urandom(2 << 20))
+    raising = bytearray(16 << 20)  # once freed, glibc takes blocks of up to this size from the heap
+    del raising
+
+    with path.open("r+b"), path.open("rb") as reader, pieces_of(reader.fileno(), 2 << 20) as pieces:
+        addresses = [ctypes.addressof(ctypes.c_char.from_buffer(piece)) for piece in pieces(0, 2 << 20)]
+
+    heaps = [
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "[heap]" in line
+    ]
+    assert len(addresses) == 8
+    assert not [at for at in addresses for begin, end in heaps if int(begin, 16) <= at < int(end, 16)]

@@ -50,6 +50,24 @@ def test_a_handle_tells_of_a_dead_worker_and_a_capture_is_refused_by_its_name(la
     engine.stop(grace_s=0)
 
 
+def test_a_worker_that_dies_behind_its_capture_is_told_and_the_artifact_is_whole(lab):
+    engine = lab.launch()
+    expected = ask(engine)
+    died = []
+
+    def behind_the_dump(step, when, *, keeper_pid):
+        if (step, when) == ("seal", "before"):
+            died.append(kill_rank(engine.run_dir, "worker"))
+            until(lambda: engine.keeper.status().loss, "the end of the worker")
+
+    report = lab.capture(engine, then="keep", fault_point=behind_the_dump)
+
+    assert report.workload.startswith(f"the engine does not serve any more (its worker (pid {died[0]}) has died")
+    assert report.receipt("settle").effective == "serves no more"
+    report.engine.stop(grace_s=0)
+    assert ask(lab.restore(cs.Artifact.open(report.artifact)).engine) == expected
+
+
 @pytest.mark.parametrize("step", ["ready", "answer"])
 def test_a_worker_that_dies_in_a_launch_or_restore_ends_it_by_name(lab, artifact, step):
     where = lab.placement()

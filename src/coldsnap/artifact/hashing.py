@@ -139,10 +139,19 @@ def _mapped_pieces(fd: int, pages: mmap.mmap, offset: int, size: int) -> Iterato
 
 
 def _read_pieces(fd: int, offset: int, size: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(_READ_BYTES, max(size, 1))))
-    while size:
-        count = os.preadv(fd, [buffer[:size]], offset)
-        if not count:
-            raise OSError("the file became shorter while it was read")
-        yield buffer[:count]
-        offset, size = offset + count, size - count
+    # A mapping of its own: freed blocks of the heap keep what they held, and weights that a rank reads here must not be
+    # in its process image later.
+    buffer = mmap.mmap(-1, min(_READ_BYTES, max(size, 1)))
+    try:
+        with memoryview(buffer) as whole:
+            while size:
+                count = os.preadv(fd, [whole[:size]], offset)
+                if not count:
+                    raise OSError("the file became shorter while it was read")
+                with whole[:count] as piece:
+                    yield piece
+                offset, size = offset + count, size - count
+    finally:
+        buffer.madvise(mmap.MADV_DONTNEED)  # at once, even if a traceback still holds a view and keeps the mapping
+        with contextlib.suppress(BufferError):
+            buffer.close()
