@@ -154,8 +154,9 @@ def test_an_interrupt_in_a_step_undoes_the_operation(lab, artifact):
 def test_control_c_ends_a_wait_for_an_engine_at_once(lab):
     placement = lab.placement()
     script = (
-        "import sys, coldsnap as cs\n"
+        "import signal, sys, coldsnap as cs\n"
         "from coldsnap.testing.reference import ReferenceEngine\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell start deaf\n"
         "python, port, run_dir, tag, facts = sys.argv[1:]\n"
         "engine = ReferenceEngine(python=python, env={'TEST_TAG': tag})\n"
         "plan = cs.resolve(cs.Policy(), cs.Launch(engine, placement=cs.local(port=int(port), run_dir=run_dir)),\n"

@@ -168,7 +168,8 @@ def test_a_machine_without_nvidia_starts_no_child(machine, monkeypatch):
     }
 
 
-def test_gpus_are_listed_through_the_driver_in_a_child(fake_cuda, cache, script):
+def test_gpus_are_listed_through_the_driver_in_a_child(fake_cuda, cache, script, monkeypatch):
+    monkeypatch.delitem(sys.modules, "cuda.bindings.driver", raising=False)  # of a test before
     host = probe(kernel=fake_cuda.kernel, cache=cache, criu=script("")).hosts["local"]
 
     (gpu,) = host.gpus

@@ -10,6 +10,7 @@ from layouts import Layout, content, layouts
 from coldsnap.transfer.backend import Tuning
 from coldsnap.transfer.hydrate import hydrate
 from coldsnap.transfer.memory import HostMemory
+from threads import lasting_threads
 
 WAYS = {
     "host auto": ("host", "auto", "auto"),
@@ -162,11 +163,11 @@ def test_no_thread_descriptor_or_ring_of_the_kernel_stays(library, host, device,
     path = tmp_path / "pack"
     path.write_bytes(content(3 << 20))
     layout = Layout(3 << 20, ((0, 3 << 20),), (0,), "crc32")
-    before = (len(os.listdir("/proc/self/task")), sorted(os.listdir("/proc/self/fd")))
+    before = (lasting_threads(), sorted(os.listdir("/proc/self/fd")))
 
     for memory in (host, device):
         delivered(path, layout, content(3 << 20), memory, library, "auto", Tuning())
 
-    assert (len(os.listdir("/proc/self/task")), sorted(os.listdir("/proc/self/fd"))) == before
+    assert (lasting_threads(), sorted(os.listdir("/proc/self/fd"))) == before
     targets = [os.readlink(f"/proc/self/fd/{fd}") for fd in before[1] if os.path.exists(f"/proc/self/fd/{fd}")]
     assert not [target for target in targets if "io_uring" in target]

@@ -15,6 +15,7 @@ from sleepers import PLAIN, SMALL, Worker, files, only, release_request, release
 from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.engines.weights.generation import NATIVE_MANIFEST
 from coldsnap.transfer.native import NativeLibrary
+from threads import lasting_threads
 
 
 def in_one_store(tmp_path, number):
@@ -175,7 +176,7 @@ def held():
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return {
         "fds": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": lasting_threads(),
         "maps": len(Path("/proc/self/maps").read_text().splitlines()),
         "private_bytes": 1024 * int(rollup.split("Private_Dirty:")[1].split()[0]),
     }
