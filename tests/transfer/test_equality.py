@@ -10,7 +10,6 @@ from layouts import Layout, content, layouts
 from coldsnap.transfer.backend import Tuning
 from coldsnap.transfer.hydrate import hydrate
 from coldsnap.transfer.memory import HostMemory
-from threads import lasting_threads
 
 WAYS = {
     "host auto": ("host", "auto", "auto"),
@@ -160,6 +159,8 @@ def test_an_empty_file_and_no_extents_are_a_transfer_too(library, host, device, 
 
 
 def test_no_thread_descriptor_or_ring_of_the_kernel_stays(library, host, device, tmp_path):
+    from threads import lasting_threads  # children that import this module for its equality find this directory alone
+
     path = tmp_path / "pack"
     path.write_bytes(content(3 << 20))
     layout = Layout(3 << 20, ((0, 3 << 20),), (0,), "crc32")
