@@ -153,8 +153,7 @@ class _Spool:
         self._size = size
         self._state = hashlib.sha256()
         self._stack = ExitStack()
-        # Pages of an anonymous mapping are aligned as direct I/O wants them.
-        self._free = deque(self._stack.enter_context(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(_CHUNKS))
+        self._free = deque(self._stack.enter_context(_chunk()) for _ in range(_CHUNKS))
         self._busy: deque[tuple[mmap.mmap, list[Future[None]]]] = deque()
         self._hasher = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="coldsnap-pack-hash"))
         self._writer = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="coldsnap-pack-write"))
@@ -231,6 +230,14 @@ class _Spool:
         for task in tasks:
             task.result()
         self._free.append(chunk)
+
+
+def _chunk() -> mmap.mmap:
+    # Pages of an anonymous mapping are aligned as direct I/O wants them. Huge ones, which shared mappings do not get:
+    # a request out of scattered 4 KiB pages has as many segments, and devices take few of them at a time.
+    chunk = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    chunk.madvise(mmap.MADV_HUGEPAGE)
+    return chunk
 
 
 def _open_for_chunks(staged: StagedFile) -> int:
