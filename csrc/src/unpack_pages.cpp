@@ -4,102 +4,22 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "checksum.hpp"
 #include "error.hpp"
 #include "file.hpp"
 #include "lz4.hpp"
+#include "page_batches.hpp"
 #include "scratch.hpp"
-#include "workers.hpp"
 
 namespace coldsnap {
-
 namespace {
 
-constexpr uint64_t kBatch = uint64_t{4} << 20;  // raw bytes that one thread takes at once
-constexpr uint64_t kSpare = 2;                  // batches read ahead of the workers
-constexpr unsigned kMaxWorkers = 256;
-
-bool all_zero(const uint8_t* data, uint64_t length) {
-  // Compared with itself, one word further: memcmp is the fastest loop there is. Most pages differ in their first words.
-  uint64_t first;
-  std::memcpy(&first, data, sizeof first);
-  return first == 0 && std::memcmp(data, data + sizeof first, length - sizeof first) == 0;
-}
-
-class Geometry {
- public:
-  explicit Geometry(const coldsnap_io_image& image) : image_(image) {
-    if (image.abi != COLDSNAP_IO_ABI) fail(COLDSNAP_IO_INVALID, "options of another interface version");
-    if (!image.block_bytes || image.block_bytes % kPage || image.block_bytes > lz4::kMaxBlock)
-      fail(COLDSNAP_IO_INVALID, "a block has a multiple of 4096 bytes, at most 4 MiB");
-    if (image.alignment != 1 && image.alignment != kPage) fail(COLDSNAP_IO_INVALID, "payloads are aligned to 1 or to 4096 bytes");
-    if (image.payload_offset % kPage) fail(COLDSNAP_IO_INVALID, "payloads start at a multiple of 4096");
-    if (image.raw_bytes % kPage) fail(COLDSNAP_IO_INVALID, "an image has whole pages");
-    if (!image.workers || image.workers > kMaxWorkers || !image.acceleration || image.acceleration > 65537 || image.reserved)
-      fail(COLDSNAP_IO_INVALID, "workers, acceleration or reserved out of range");
-  }
-
-  uint64_t blocks() const { return (image_.raw_bytes + image_.block_bytes - 1) / image_.block_bytes; }
-  uint64_t blocks_in_batch() const { return std::max<uint64_t>(1, kBatch / image_.block_bytes); }
-  uint64_t batches() const { return (blocks() + blocks_in_batch() - 1) / blocks_in_batch(); }
-  uint64_t batch_bytes() const { return blocks_in_batch() * image_.block_bytes; }
-  uint64_t first_block(uint64_t batch) const { return batch * blocks_in_batch(); }
-  uint64_t end_block(uint64_t batch) const { return std::min(blocks(), first_block(batch + 1)); }
-  uint64_t raw_at(uint64_t block) const { return std::min(image_.raw_bytes, block * image_.block_bytes); }
-  uint64_t raw_length(uint64_t block) const { return raw_at(block + 1) - raw_at(block); }
-  uint64_t padded(uint64_t length) const { return (length + image_.alignment - 1) / image_.alignment * image_.alignment; }
-
- private:
-  const coldsnap_io_image& image_;
-};
-
-// Threads that wait for one another, and leave when one of them has failed.
-class Meeting {
- public:
-  // Waits until `ready()`, then runs `body()`, both under the lock. False, without running it, when somebody gave up.
-  template <typename Ready, typename Body>
-  bool when(Ready&& ready, Body&& body) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return given_up_ || ready(); });
-    if (given_up_) return false;
-    body();
-    changed_.notify_all();
-    return true;
-  }
-
-  void give_up() {
-    const std::lock_guard lock(mutex_);
-    given_up_ = true;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool given_up_ = false;
-};
-
-void run_together(unsigned count, Meeting& meeting, const std::function<void(unsigned)>& body) {
-  FirstFailure failure;
-  run_workers(count, failure, [&](unsigned index) {
-    try {
-      if (failure.stop()) meeting.give_up();  // a thread could not be started: the others must not wait for it
-      body(index);
-    } catch (...) {
-      failure.take(std::current_exception());  // first of all: the others only leave because of it
-      meeting.give_up();
-      throw;
-    }
-    if (failure.stop()) meeting.give_up();
-  });
-}
+constexpr uint64_t kSpare = 2;  // batches read ahead of the workers
 
 void write_all(int fd, const uint8_t* from, uint64_t length) {
   while (length) {
@@ -109,51 +29,6 @@ void write_all(int fd, const uint8_t* from, uint64_t length) {
     from += done;
     length -= static_cast<uint64_t>(done);
   }
-}
-
-// The stretches of a file that make up an image, one after the other.
-class Gather {
- public:
-  Gather(int fd, std::span<const coldsnap_io_span> spans, uint64_t expected) : fd_(fd), spans_(spans) {
-    uint64_t total = 0;
-    for (const auto& span : spans) {
-      starts_.push_back(total);
-      total += span.length;
-    }
-    if (total != expected) fail(COLDSNAP_IO_INVALID, "the spans do not add up to the image");
-  }
-
-  void read(uint8_t* to, uint64_t at, uint64_t length) const {
-    auto index = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), at) - starts_.begin()) - 1;
-    while (length) {
-      const auto& span = spans_[index];
-      const uint64_t skip = at - starts_[index];
-      const uint64_t part = std::min(length, span.length - skip);
-      if (part) read_exact(fd_, to, part, span.offset + skip);
-      to += part, at += part, length -= part;
-      ++index;
-    }
-  }
-
- private:
-  int fd_;
-  std::span<const coldsnap_io_span> spans_;
-  std::vector<uint64_t> starts_;
-};
-
-// One block into `to`, which has room for the block; the padding is written too. Returns what it takes with padding.
-uint64_t pack_block(const uint8_t* raw, uint64_t length, uint8_t* to, const Geometry& geometry, uint32_t acceleration,
-                    lz4::Table& table, coldsnap_io_block& block) {
-  block = {};
-  if (all_zero(raw, length)) return 0;
-  // What saves nothing on the disk is stored: it would only cost time to read.
-  const uint64_t most = geometry.padded(length) - geometry.padded(1);
-  uint64_t stored = most ? lz4::encode(raw, length, to, most, acceleration, table) : 0;
-  if (!stored) std::memcpy(to, raw, stored = length);
-  const uint64_t padded = geometry.padded(stored);
-  std::memset(to + stored, 0, padded - stored);
-  block = {static_cast<uint32_t>(stored), crc32(0, to, stored)};
-  return padded;
 }
 
 struct Batch {
@@ -354,69 +229,6 @@ class Unpacking {
 };
 
 }  // namespace
-
-void find_zero_pages(int fd, std::span<uint8_t> zero) {
-  Scratch window(kBatch);
-  const uint64_t pages = kBatch / kPage;
-  for (uint64_t page = 0; page < zero.size(); page += pages) {
-    const uint64_t count = std::min<uint64_t>(pages, zero.size() - page);
-    read_exact(fd, window.get(), count * kPage, page * kPage);
-    for (uint64_t i = 0; i < count; ++i) zero[page + i] = all_zero(window.get() + i * kPage, kPage);
-  }
-}
-
-void pack_pages(int in, std::span<const coldsnap_io_span> spans, int out, const coldsnap_io_image& image,
-                std::span<coldsnap_io_block> blocks, coldsnap_io_image_result& result) {
-  const uint64_t began = now_ns();
-  const Geometry geometry(image);
-  if (blocks.size() != geometry.blocks()) fail(COLDSNAP_IO_INVALID, "the index does not cover the image");
-  const Gather gather(in, spans, image.raw_bytes);
-  Meeting meeting;
-  uint64_t next = 0, placed = 0, end = image.payload_offset;
-  run_together(image.workers, meeting, [&](unsigned) {
-    Scratch raw(geometry.batch_bytes()), packed(geometry.batch_bytes());
-    const auto table = std::make_unique<lz4::Table>();
-    uint64_t io_ns = 0, codec_ns = 0, write_ns = 0, payload = 0, zeros = 0;
-    for (;;) {
-      uint64_t batch = 0, length = 0, offset = 0;
-      if (!meeting.when([] { return true; }, [&] { batch = next++; }) || batch >= geometry.batches()) break;
-      const uint64_t first = geometry.first_block(batch), last = geometry.end_block(batch);
-      {
-        const Stopwatch watch(io_ns);
-        gather.read(raw.get(), geometry.raw_at(first), geometry.raw_at(last) - geometry.raw_at(first));
-      }
-      {
-        const Stopwatch watch(codec_ns);
-        for (uint64_t block = first; block < last; ++block) {
-          const uint64_t bytes = geometry.raw_length(block);
-          length += pack_block(raw.get() + (geometry.raw_at(block) - geometry.raw_at(first)), bytes, packed.get() + length,
-                               geometry, image.acceleration, *table, blocks[block]);
-          payload += blocks[block].length;
-          if (!blocks[block].length) zeros += bytes;
-        }
-      }
-      const bool mine = meeting.when([&] { return placed == batch; }, [&] {
-        offset = end;
-        end += length;
-        placed = batch + 1;
-      });
-      if (!mine) break;
-      const Stopwatch watch(write_ns);
-      if (length) write_exact(out, packed.get(), length, offset);
-    }
-    meeting.when([] { return true; }, [&] {
-      result.io_ns += io_ns;
-      result.codec_ns += codec_ns;
-      result.write_ns += write_ns;
-      result.payload_bytes += payload;
-      result.zero_bytes += zeros;
-    });
-  });
-  result.workers = image.workers;
-  result.raw_bytes = image.raw_bytes;
-  result.end = end;
-  result.total_ns = now_ns() - began;
-}
 
 void unpack_pages(int in, std::span<const coldsnap_io_block> blocks, int out, const coldsnap_io_image& image,
                   coldsnap_io_image_result& result) {
