@@ -54,7 +54,9 @@ def resolved_plans(draw):
             st.builds(fleet.capture, then=st.sampled_from(["stop", "keep"]), prompt=PROMPTS, dump_timeout_s=TIMES_S),
             st.just(fleet.restore(artifact, port=draw(PORTS), thaw_timeout_s=draw(TIMES_S))),
             st.builds(lambda grace: Stop(fleet.Handle(), grace_s=grace), TIMES_S),
-            st.builds(lambda mode: Verify(artifact, verify=mode), st.sampled_from(["evidence", "full", None])),
+            st.builds(
+                lambda mode: Verify(artifact, verify=mode, store="/s"), st.sampled_from(["evidence", "full", None])
+            ),
             st.builds(
                 lambda dry: Delete(fleet.with_packs(host), store="/s", roots=("/a", "/b"), dry_run=dry), st.booleans()
             ),
