@@ -16,7 +16,7 @@ LAYERS = [
     ["host"],
     ["artifact"],
     ["transfer"],
-    ["placement", "operation", "receipts", "phases", "shelving", "moving", "steps", "plan"],
+    ["placement", "operation", "receipts", "phases", "freezing", "shelving", "moving", "steps", "plan"],
     ["keeper"],
     ["drivers", "engines"],
     ["admission", "behaviour", "describe", "planning", "upkeep", "resolve"],

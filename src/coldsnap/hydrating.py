@@ -17,9 +17,10 @@ from coldsnap.artifact.payloads import PayloadObject
 from coldsnap.artifact.private import open_private
 from coldsnap.artifact.store import Store
 from coldsnap.errors import AdmissionError, EngineError, IntegrityError, PayloadMissingError
+from coldsnap.moving import ReadingStep
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
-from coldsnap.steps import AdmitPacks, HydrateWeights, PrefetchWeights, VerifyPacks, WakeEngine
+from coldsnap.steps import AdmitPacks, HydrateWeights, PrefetchWeights, VerifyPacks
 from coldsnap.transfer.prefetch import prefetch
 
 __all__ = ["admit_packs", "hydrate", "prefetch_weights", "reading_of", "require_awake", "verify_packs"]
@@ -129,7 +130,7 @@ def hydrate(session: Session, step: HydrateWeights) -> Receipt:
     )
 
 
-def reading_of(step: HydrateWeights | WakeEngine) -> dict[str, Any]:
+def reading_of(step: ReadingStep) -> dict[str, Any]:
     """Return how bytes reach memory, as a worker is told."""
     return {
         "backend": step.backend,

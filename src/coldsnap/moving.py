@@ -18,10 +18,12 @@ __all__ = [
     "InspectEngine",
     "MovingStep",
     "PrefetchWeights",
+    "ReadingStep",
     "ReleaseWeights",
     "SleepEngine",
     "VerifyPacks",
     "WakeEngine",
+    "WritingStep",
 ]
 
 CaptureBackend = Literal["auto", "python", "buffered", "direct"]
@@ -30,14 +32,12 @@ HydrationBackend = Literal["auto", "python", "buffered", "direct", "gds"]
 
 
 @frozen(kw_only=True)
-class ReleaseWeights(BaseStep):
-    """Have every worker write its weights outside the image, durable, and give their memory away.
+class WritingStep(BaseStep):
+    """What every step says that lets memory leave.
 
     Attributes:
-        output: The artifact's directory, which gets residuals and manifests.
         store: The root of the store, which gets the packs.
         discard: Regions whose contents go nowhere.
-        recovery: Whether what a recovery from the checkpoint needs is kept, too.
         backend: How bytes leave memory.
         write_mode: Whether residuals go through the page cache, where the backend leaves it open.
         reuse_blob: Whether a pack that is there is looked for before one is written.
@@ -48,11 +48,8 @@ class ReleaseWeights(BaseStep):
         timeout_s: Deadline, s.
     """
 
-    phase: ClassVar[Phase] = "QUIESCE"
-    output: str
     store: str
     discard: tuple[str, ...]
-    recovery: bool
     backend: CaptureBackend
     write_mode: Mode
     reuse_blob: bool
@@ -61,6 +58,41 @@ class ReleaseWeights(BaseStep):
     native_library: str
     native_sha256: str
     timeout_s: float
+
+
+@frozen(kw_only=True)
+class ReadingStep(BaseStep):
+    """What every step says that brings memory back.
+
+    Attributes:
+        backend: How bytes reach memory.
+        read_mode: Whether residuals come through the page cache, where the backend leaves it open.
+        verify_mode: inline (compared on their way) or preverified.
+        queue_depth: Requests in flight.
+        chunk_bytes: Size of a request.
+        timeout_s: Deadline, s.
+    """
+
+    backend: HydrationBackend
+    read_mode: Mode
+    verify_mode: Literal["inline", "preverified"]
+    queue_depth: int
+    chunk_bytes: int
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class ReleaseWeights(WritingStep):
+    """Have every worker write its weights outside the image, durable, and give their memory away.
+
+    Attributes:
+        output: The artifact's directory, which gets residuals and manifests.
+        recovery: Whether what a recovery from the checkpoint needs is kept, too.
+    """
+
+    phase: ClassVar[Phase] = "QUIESCE"
+    output: str
+    recovery: bool
 
 
 @frozen(kw_only=True)
@@ -106,91 +138,47 @@ class VerifyPacks(BaseStep):
 
 
 @frozen(kw_only=True)
-class HydrateWeights(BaseStep):
+class HydrateWeights(ReadingStep):
     """Have every worker map its memory again at the same addresses and fill it: pack, residual, KV cache zeroed.
 
     Attributes:
         store: The root of the store with the packs; empty: from the files that the capture has just written.
-        backend: How bytes reach memory.
-        read_mode: Whether residuals come through the page cache, where the backend leaves it open.
-        verify_mode: inline (compared on their way) or preverified.
-        queue_depth: Requests in flight.
-        chunk_bytes: Size of a request.
         native_library: The I/O library, empty for the packaged one.
         native_sha256: Its digest, empty when any will do.
-        timeout_s: Deadline, s.
     """
 
     phase: ClassVar[Phase] = "HYDRATE"
     store: str
-    backend: HydrationBackend
-    read_mode: Mode
-    verify_mode: Literal["inline", "preverified"]
-    queue_depth: int
-    chunk_bytes: int
     native_library: str
     native_sha256: str
-    timeout_s: float
 
 
 @frozen(kw_only=True)
-class SleepEngine(BaseStep):
+class SleepEngine(WritingStep):
     """Close the door, write weights to files, and give the memory away; an engine that sleeps already sleeps on.
 
     Attributes:
         run_dir: The engine's run directory, which gets the residuals.
-        store: The root of the store, which gets the packs.
-        discard: Regions whose contents go nowhere.
-        backend: How bytes leave memory.
-        write_mode: Whether residuals go through the page cache, where the backend leaves it open.
-        reuse_blob: Whether a pack that is there is looked for before one is written.
-        queue_depth: Requests in flight.
-        chunk_bytes: Size of a request.
-        native_library: The I/O library, empty for the packaged one.
-        native_sha256: Its digest, empty when any will do.
         quiesce_timeout_s: How long requests in flight may take to end, s.
-        timeout_s: Deadline for the rest, s.
     """
 
     phase: ClassVar[Phase] = "QUIESCE"
     run_dir: str
-    store: str
-    discard: tuple[str, ...]
-    backend: CaptureBackend
-    write_mode: Mode
-    reuse_blob: bool
-    queue_depth: int
-    chunk_bytes: int
-    native_library: str
-    native_sha256: str
     quiesce_timeout_s: float
-    timeout_s: float
 
 
 @frozen(kw_only=True)
-class WakeEngine(BaseStep):
+class WakeEngine(ReadingStep):
     """Bring memory back, and open the door once all of it is there; an engine that is awake stays so.
 
     Attributes:
         run_dir: The engine's run directory.
         tags: The regions that come back.
-        backend: How bytes reach memory.
-        read_mode: Whether residuals come through the page cache, where the backend leaves it open.
-        verify_mode: inline or preverified.
-        queue_depth: Requests in flight.
-        chunk_bytes: Size of a request.
-        timeout_s: Deadline, s.
     """
 
     phase: ClassVar[Phase] = "HYDRATE"
     run_dir: str
     tags: tuple[str, ...]
-    backend: HydrationBackend
-    read_mode: Mode
-    verify_mode: Literal["inline", "preverified"]
-    queue_depth: int
-    chunk_bytes: int
-    timeout_s: float
 
 
 @frozen(kw_only=True)

@@ -21,9 +21,10 @@ from coldsnap.describe import described_model
 from coldsnap.drivers.page_owner import owner_of
 from coldsnap.errors import EngineError, IntegrityError
 from coldsnap.keeper.undo import control
+from coldsnap.moving import WritingStep
 from coldsnap.receipts import Receipt
 from coldsnap.session import Released, Session
-from coldsnap.steps import ReleaseWeights, SleepEngine
+from coldsnap.steps import ReleaseWeights
 from coldsnap.transfer.samples import draw, search
 
 __all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside", "require_seen"]
@@ -59,9 +60,7 @@ def release(session: Session, step: ReleaseWeights) -> Receipt:
     return _receipt(step, session.released, replies)
 
 
-def release_request(
-    session: Session, step: ReleaseWeights | SleepEngine, worker: str, directory: Path
-) -> dict[str, Any]:
+def release_request(session: Session, step: WritingStep, worker: str, directory: Path) -> dict[str, Any]:
     """Return what a worker is asked (docs/weights.md)."""
     model = session.model and described_model(session.model)
     source = model and {"model_id": model.id, "revision": model.revision}

@@ -10,6 +10,17 @@ from typing import ClassVar, Literal, get_args
 
 from attrs import frozen
 
+from coldsnap.freezing import (
+    CheckpointCuda,
+    DumpTree,
+    FreezingStep,
+    LockCuda,
+    RestoreCuda,
+    ShrinkPages,
+    StageCapsule,
+    ThawTree,
+    UnlockCuda,
+)
 from coldsnap.moving import (
     AdmitPacks,
     HydrateWeights,
@@ -202,62 +213,10 @@ class Quiesce(BaseStep):
 
 
 @frozen(kw_only=True)
-class LockCuda(BaseStep):
-    """Lock CUDA in every process that holds the driver open."""
-
-    phase: ClassVar[Phase] = "QUIESCE"
-    devices: tuple[int, ...]
-    timeout_s: float
-
-
-@frozen(kw_only=True)
-class CheckpointCuda(BaseStep):
-    """Move CUDA state of every locked process into host memory."""
-
-    phase: ClassVar[Phase] = "QUIESCE"
-    timeout_s: float
-
-
-@frozen(kw_only=True)
-class DumpTree(BaseStep):
-    """Write the process image and the volatile files while the tree is frozen.
-
-    Attributes:
-        criu: The CRIU executable.
-        leave: stopped (until the artifact is committed) or running.
-        timeout_s: Deadline, s.
-    """
-
-    phase: ClassVar[Phase] = "DUMP"
-    unit: str
-    criu: str
-    leave: Literal["stopped", "running"]
-    timeout_s: float
-
-
-@frozen(kw_only=True)
 class ResumeEngine(BaseStep):
     """Let a workload that is kept take work again, while its artifact is still being sealed."""
 
     phase: ClassVar[Phase] = "DUMP"
-
-
-@frozen(kw_only=True)
-class ShrinkPages(BaseStep):
-    """Leave zero pages out of the process image, and compress it; a workload that is kept runs on meanwhile.
-
-    Attributes:
-        compression: none or lz4.
-        zero_pages: Those of anonymous private memory. drop: left out; many: left out of a file of which they are a
-            sixteenth or more; keep.
-        workers: Threads that compress; 0: one for each processor.
-    """
-
-    phase: ClassVar[Phase] = "SEAL"
-    unit: str
-    compression: Literal["none", "lz4"]
-    zero_pages: Literal["drop", "many", "keep"]
-    workers: int
 
 
 @frozen(kw_only=True)
@@ -297,64 +256,12 @@ class StartKeeper(BaseStep):
 
 
 @frozen(kw_only=True)
-class StageCapsule(BaseStep):
-    """Put the volatile files back, write the directive, and move ports that are taken.
-
-    Attributes:
-        pages: How the memory of processes reaches CRIU: stored (the artifact's own files), rebuilt (compressed ones
-            become files in memory) or stream (through pipes while CRIU restores).
-        workers: Threads that decompress.
-    """
-
-    phase: ClassVar[Phase] = "STAGE"
-    unit: str
-    address: str
-    port: int
-    pages: Literal["stored", "rebuilt", "stream"]
-    workers: int
-
-
-@frozen(kw_only=True)
 class VerifyFiles(BaseStep):
     """Compare every file of the artifact with its evidence: by stat when unchanged, by digest otherwise."""
 
     phase: ClassVar[Phase] = "STAGE"
     artifact: str
     mode: Literal["evidence", "full"]
-
-
-@frozen(kw_only=True)
-class ThawTree(BaseStep):
-    """Bring the process tree back from its image."""
-
-    phase: ClassVar[Phase] = "THAW"
-    unit: str
-    criu: str
-    timeout_s: float
-
-
-@frozen(kw_only=True)
-class RestoreCuda(BaseStep):
-    """Move CUDA state back to the devices, in every process that had some.
-
-    Attributes:
-        devices: Ordinals of the devices to restore to.
-        timeout_s: Deadline, s.
-        chosen: Whether the placement names them; else the devices of the capture are taken where they are present.
-    """
-
-    phase: ClassVar[Phase] = "THAW"
-    devices: tuple[int, ...]
-    timeout_s: float
-    chosen: bool = False
-
-
-@frozen(kw_only=True)
-class UnlockCuda(BaseStep):
-    """Let every process call CUDA again."""
-
-    phase: ClassVar[Phase] = "THAW"
-    timeout_s: float
 
 
 @frozen(kw_only=True)
@@ -400,24 +307,17 @@ Step = (
     | AwaitReady
     | RecordAnswer
     | Quiesce
-    | LockCuda
-    | CheckpointCuda
-    | DumpTree
     | ResumeEngine
-    | ShrinkPages
     | SealArtifact
     | CommitArtifact
     | SettleWorkload
     | StartKeeper
-    | StageCapsule
     | VerifyFiles
-    | ThawTree
-    | RestoreCuda
-    | UnlockCuda
     | Reconnect
     | CompareAnswer
     | HandOver
     | StopEngine
+    | FreezingStep
     | ShelvingStep
     | MovingStep
 )
