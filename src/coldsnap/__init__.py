@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coldsnap import errors
+    from coldsnap import errors, policy
     from coldsnap.artifact import Artifact
     from coldsnap.diagnosing import diagnose
     from coldsnap.engines.vllm import VLLM
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         Wake,
         local,
     )
-    from coldsnap.policy import IO, Compatibility, Graphs, Policy, Process, Weights
+    from coldsnap.policy import Policy
     from coldsnap.progress import progress
     from coldsnap.receipts import Report
     from coldsnap.resolve import resolve
@@ -77,29 +77,26 @@ _HOMES = {
         "Wake",
         "local",
     ),
-    "coldsnap.policy": ("IO", "Compatibility", "Graphs", "Policy", "Process", "Weights"),
+    "coldsnap.policy": ("Policy",),
     "coldsnap.progress": ("progress",),
     "coldsnap.receipts": ("Report",),
     "coldsnap.resolve": ("resolve",),
 }
+_MODULES = ("errors", "policy")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "IO",
     "VLLM",
     "AdmissionError",
     "Artifact",
     "Capture",
     "ColdSnapError",
-    "Compatibility",
     "Delete",
     "Engine",
     "Facts",
-    "Graphs",
     "Launch",
     "Placement",
     "Policy",
-    "Process",
     "Publish",
     "Report",
     "Restore",
@@ -108,11 +105,11 @@ __all__ = [
     "Stop",
     "Verify",
     "Wake",
-    "Weights",
     "diagnose",
     "errors",
     "execute",
     "local",
+    "policy",
     "probe",
     "progress",
     "qualify_host",
@@ -121,8 +118,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "errors":
-        return import_module("coldsnap.errors")
+    if name in _MODULES:
+        return import_module(f"coldsnap.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'coldsnap' has no attribute {name!r}")
     value: object = getattr(import_module(_HOME_OF[name]), name)

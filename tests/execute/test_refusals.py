@@ -88,7 +88,7 @@ def test_a_model_that_is_not_there_is_refused_before_an_interpreter_is_started(l
 
 def test_a_run_directory_too_long_for_the_sockets_of_its_ranks_is_refused_in_the_hosts_namespaces(lab, criu, tmp_path):
     placement = cs.local(port=unused_port(), run_dir=tmp_path / ("r" * 90))
-    policy = cs.Policy(process=cs.Process(namespace="host"))
+    policy = cs.Policy(process=cs.policy.Process(namespace="host"))
     plan = cs.resolve(policy, cs.Launch(lab.engine(), placement=placement), cs.probe(criu=criu))
 
     with pytest.raises(AdmissionError, match="too long for process.namespace = 'host'.*at most [0-9]+ bytes"):
