@@ -21,6 +21,9 @@ from coldsnap.keeper.directive import (
     Ack,
     Directive,
     Endpoint,
+    Hydration,
+    Start,
+    WorkerSource,
     new_incarnation,
     read_acks,
     read_directive,
@@ -28,6 +31,21 @@ from coldsnap.keeper.directive import (
 )
 
 ENDPOINT = Endpoint(host="127.0.0.1", port=8000)
+SOURCE = WorkerSource(
+    worker="worker-0", directory="/a/weights/worker-0", manifest_sha256=f"sha256:{'0' * 64}", pack="/s/p.pack"
+)
+HYDRATION = Hydration(
+    backend="auto",
+    read_mode="direct",
+    verify_mode="inline",
+    verify="none",
+    queue_depth=4,
+    chunk_bytes=1 << 26,
+    workers=(SOURCE,),
+)
+START = Start(
+    unit="unit-0", phase="pre_exec", load_format="coldsnap", environment={"A": "1"}, transport="transport.json"
+)
 HEX = "0123456789abcdef"
 
 
@@ -38,8 +56,10 @@ HEX = "0123456789abcdef"
         incarnation=st.text(HEX, min_size=32, max_size=32),
         operation=st.sampled_from(["launch", "restore"]),
         seed=st.text(HEX, min_size=16, max_size=16),
-        provider=st.sampled_from(["image", "native", "recovery"]),
+        provider=st.sampled_from(["image", "native", "recovery", "checkpoint"]),
         endpoint=st.builds(Endpoint, host=st.text(max_size=50), port=st.integers(1, 65535)),
+        start=st.sampled_from([None, START, Start(unit="u", phase="imported")]),
+        hydration=st.sampled_from([None, HYDRATION]),
         created_unix_ns=st.integers(0, 2**63),
     )
 )
@@ -77,6 +97,11 @@ def test_each_directive_is_a_new_incarnation(tmp_path):
         ({"endpoint": {"host": "h"}}, "json.6"),
         ({"endpoint": {"host": "h", "port": 0}}, "json.9"),
         ({"surprise": 1}, "json.5"),
+        ({"start": {"unit": "u", "phase": "pre_exec", "command": ["sh"]}}, "json.5"),
+        ({"start": {"unit": "u", "phase": "soon"}}, "json.8"),
+        ({"start": {"unit": "u", "phase": "pre_exec", "transport": "../elsewhere"}}, "json.8"),
+        ({"start": {"unit": "u", "phase": "pre_exec", "environment": {"A": 1}}}, "json.7"),
+        ({"hydration": {"workers": []}}, "json.6"),
     ],
 )
 def test_a_strange_directive_is_refused_with_its_rule(tmp_path, change, rule):
@@ -245,3 +270,19 @@ def test_ranks_that_hang_cost_one_deadline_together(tmp_path, ranks):
 
     release.set()
     assert time.monotonic() - begun < 3 * 2.1, "asked together, not one after the other"
+
+
+def test_a_worker_is_told_what_a_hydrate_is_told():
+    assert HYDRATION.request("worker-0") == {
+        "directory": "/a/weights/worker-0",
+        "manifest_sha256": f"sha256:{'0' * 64}",
+        "pack": "/s/p.pack",
+        "backend": "auto",
+        "read_mode": "direct",
+        "verify_mode": "inline",
+        "verify": "none",
+        "queue_depth": 4,
+        "chunk_bytes": 1 << 26,
+    }
+    with pytest.raises(KeyError):
+        HYDRATION.request("worker-1")

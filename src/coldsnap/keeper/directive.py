@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from attrs import field, frozen
 
@@ -19,6 +19,7 @@ from coldsnap.artifact import canonical, record
 from coldsnap.artifact.private import require_private
 from coldsnap.keeper import layout
 from coldsnap.keeper.layout import IN_PROCESS_DIR, TMP_DIR
+from coldsnap.keeper.start import Hydration, Start, WorkerSource
 
 __all__ = [
     "ACCEPTED_ABIS",
@@ -30,6 +31,10 @@ __all__ = [
     "Ack",
     "Directive",
     "Endpoint",
+    "Hydration",
+    "Provider",
+    "Start",
+    "WorkerSource",
     "new_incarnation",
     "read_acks",
     "read_directive",
@@ -41,6 +46,8 @@ PLUGIN_ABI = 1
 # Of ranks that this library can restore: its own, and the one before when there was one.
 ACCEPTED_ABIS = frozenset({PLUGIN_ABI, max(1, PLUGIN_ABI - 1)})
 DIRECTIVE_VARIABLE = "COLDSNAP_DIRECTIVE"
+
+Provider: TypeAlias = Literal["image", "native", "recovery", "checkpoint"]
 
 _MAX_BYTES = 64 << 10
 
@@ -76,6 +83,8 @@ class Directive:
         provider: Where the weights come from.
         endpoint: Where the engine answers.
         created_unix_ns: When it was written.
+        start: Lets a template go on; absent, it waits.
+        hydration: What the load of a started engine reads, for the providers native and recovery.
     """
 
     format: Literal[1] = FORMAT
@@ -83,9 +92,11 @@ class Directive:
     incarnation: str = field(validator=record.matching("[0-9a-f]{32}", "32 hex digits"))
     operation: Literal["launch", "restore"]
     seed: str = field(validator=record.matching("[0-9a-f]{16}", "16 hex digits"))
-    provider: Literal["image", "native", "recovery"] = "image"
+    provider: Provider = "image"
     endpoint: Endpoint
     created_unix_ns: int = field(validator=record.at_least(0))
+    start: Start | None = None
+    hydration: Hydration | None = None
 
     @classmethod
     def new(
@@ -93,7 +104,7 @@ class Directive:
         *,
         operation: Literal["launch", "restore"],
         endpoint: Endpoint,
-        provider: Literal["image", "native", "recovery"] = "image",
+        provider: Provider = "image",
         plugin_abi: int = PLUGIN_ABI,
     ) -> Self:
         """Make a directive with an incarnation and a seed that nobody had before."""
