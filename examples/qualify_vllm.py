@@ -95,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(result))
     if options.plot:
         plot(options.plot, result)
-    return 0 if result["exact"]["answers"] and not result["exact"]["different"] else 1
+    wrong = result["exact"]["different"] or result["digests"]["different"]
+    return 0 if result["exact"]["answers"] and not wrong else 1
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -7,8 +7,10 @@ Every time is from the call that asks for it to the first token of an answer, ad
 ``machine``, ``engine``, ``rows`` (name → ``seconds``, one for each repeat, ``note``), ``not_run`` (name → reason),
 ``split`` (of each hot restore: step → s), ``requests`` (``first_s``, ``tenth_s``, ``tokens_per_s`` before the capture
 and after each restore), ``sizes`` (bytes by kind), ``receipts`` (of the capture: step → what was done), ``exact``
-(answers compared, and how many were different), ``speedup`` (slowest hot restore against the fastest warm-cache cold
-start), ``over_baseline`` (the same restore against the engine's own sleep and reload, where it has them).
+(answers compared, and how many were different), ``digests`` (``tensors`` that the engine's ranks had before the
+capture, ``comparisons`` of all of them after a restore, ``different``: when → names), ``speedup`` (slowest hot restore
+against the fastest warm-cache cold start), ``over_baseline`` (the same restore against the engine's own sleep and
+reload, where it has them).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import httpx
 
 import coldsnap as cs
 from coldsnap.engines.base import Engine as Spec
+from coldsnap.engines.control import Ranks
 from coldsnap.host.mounts import filesystem_of
 
 PROMPTS = (
@@ -40,6 +43,7 @@ PROMPTS = (
     "1 2 3 4 5 6 7",
 )
 STEADY_TOKENS = 256
+DIGEST_TIMEOUT_S = 600.0
 
 Baseline = Callable[[str], float]
 """Takes the URL of a serving engine, lets it sleep and wake its own way, and returns the seconds of the waking."""
@@ -85,6 +89,7 @@ class Qualification:
         self.deadline = time.monotonic() + 60 * options.minutes
         self.answers: list[list[int]] = []
         self.compared, self.different = 0, 0
+        self.digests: Mapping[str, Mapping[str, str]] = {}
         self.result: dict[str, Any] = {
             "machine": machine(),
             "engine": {"kind": spec.kind, "model": spec.model, "args": list(spec.args)},
@@ -92,6 +97,7 @@ class Qualification:
             "not_run": {},
             "split": [],
             "requests": [],
+            "digests": {"tensors": 0, "comparisons": 0, "different": {}},
         }
 
     def run(self, *, baseline: Baseline | None = None, baseline_spec: Spec | None = None) -> dict[str, Any]:
@@ -144,6 +150,8 @@ class Qualification:
         with self.launched(self.spec, "cold start, no compile cache", "page cache as it was found") as engine:
             self.answers = [ids for ids, _, _ in self.asked(engine)]
             self.requests(engine, "before the capture")
+            self.digests = Ranks(engine.keeper.rank_dir).digests(timeout_s=DIGEST_TIMEOUT_S)
+            self.result["digests"]["tensors"] = sum(len(found) for found in self.digests.values())
             output = self.work / "artifact"
             report = self.execute(cs.Capture(engine, output=output, answer_tokens=self.options.tokens))
         for step in ("quiesce", "dump", "shrink", "seal", "commit"):
@@ -171,6 +179,7 @@ class Qualification:
                 if not cold:
                     self.result["split"].append({span.name: span.seconds for span in report.timeline.spans})
                 self.compare([ids for ids, _, _ in self.asked(engine)])
+                self.compare_digests(engine, f"{name} {number + 1}")
                 self.requests(engine, f"{name} {number + 1}")
             self.save()
 
@@ -258,6 +267,17 @@ class Qualification:
                 self.different += 1
                 print(f"  DIFFERENT after {prompt!r}: {found} instead of {expected}", file=sys.stderr, flush=True)
 
+    def compare_digests(self, engine: cs.Engine, when: str) -> None:
+        """Hold every parameter and buffer of every rank against what it was before the capture."""
+        if not self.digests:
+            return  # no rank has a model that can be looked at: ``tensors`` says so
+        found = Ranks(engine.keeper.rank_dir).digests(timeout_s=DIGEST_TIMEOUT_S)
+        different = differences(self.digests, found)
+        self.result["digests"]["comparisons"] += 1
+        if different:
+            self.result["digests"]["different"][when] = different
+            print(f"  DIFFERENT tensors: {', '.join(different[:5])}, {len(different)} in all", file=sys.stderr)
+
     def requests(self, engine: cs.Engine, when: str) -> None:
         """Measure the first and the tenth request from now, and steady tokens/s."""
         url, model = engine.endpoint.url, self.spec.served_model
@@ -267,6 +287,16 @@ class Qualification:
         self.result["requests"].append(
             {"when": when, "first_s": seconds[0], "tenth_s": seconds[9], "tokens_per_s": rate}
         )
+
+
+def differences(expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return the tensors, as ``rank name``, that are not the same on both sides; ranks keep their names."""
+    return [
+        f"{rank} {name}"
+        for rank in sorted({*expected, *found})
+        for name in sorted({*expected.get(rank, ()), *found.get(rank, ())})
+        if expected.get(rank, {}).get(name) != found.get(rank, {}).get(name)
+    ]
 
 
 def machine() -> str:
@@ -295,6 +325,9 @@ def table(result: Mapping[str, Any]) -> str:
     for name in ("speedup", "over_baseline"):
         if result.get(name):
             lines.append(f"{name:<48} {result[name]:8.1f} x")
+    digests = result["digests"]
+    wrong = sum(len(names) for names in digests["different"].values())
+    lines.append(f"{'tensors compared':<48} {digests['tensors'] * digests['comparisons']:8d}    different: {wrong}")
     exact = result["exact"]
     lines.append(f"{'answers compared':<48} {exact['answers']:8d}    different: {exact['different']}")
     return "\n".join(lines)

@@ -235,3 +235,11 @@ def test_the_same_seed_gives_the_same_draws():
     assert reseed(0x1234_5678_9ABC_DEF0) == names and random.random() == first
     reseed(0x1234_5678_9ABC_DEF1)
     assert random.random() != first
+
+
+def test_digests_are_collected_from_every_page_of_every_rank_that_has_a_model(rank_dir, start):
+    pages = {0: {"digests": {"a": "0a", "b": "0b"}, "next": 2}, 2: {"digests": {"c": "0c"}, "next": None}}
+    start("worker", {"digests": lambda request: pages[request.get("first", 0)]})
+    start("engine")
+
+    assert Ranks(rank_dir).digests(timeout_s=5) == {f"worker.{os.getpid()}": {"a": "0a", "b": "0b", "c": "0c"}}

@@ -136,6 +136,14 @@ def test_the_worker_tells_what_its_load_wrote_and_why_the_rest_is_residual(serve
     assert set(found["unsupported"]) <= {"replaced-after-load"} and found["bytes"]
 
 
+def test_the_worker_tells_the_digest_of_every_parameter_and_buffer(server):
+    (digests,) = server.ranks.digests(timeout_s=60).values()
+
+    assert digests["model.embed_tokens.weight"] != digests["lm_head.weight"]
+    assert {name.rpartition(".")[2] for name in digests} >= {"weight", "cos_sin_cache"}
+    assert all(len(one) == 64 for one in digests.values())
+
+
 def test_the_answer_repeats_on_an_emptied_prefix_cache(server):
     first = server.ask()
     assert len(set(first.token_ids)) > 4 and 0 < first.first_token_s <= first.seconds

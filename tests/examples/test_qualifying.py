@@ -6,6 +6,7 @@ import json
 import pytest
 
 import coldsnap as cs
+from coldsnap.testing.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.criu
 
@@ -17,11 +18,14 @@ def options(module, tmp_path, criu, port, *more):
     return parser.parse_args([*given, "--json", str(tmp_path / "figures.json"), *more])
 
 
-def test_an_engine_is_qualified_and_every_answer_compared(tmp_path, example, described, criu, free_port):
+def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, example, described, criu, free_port):
     module = example("qualifying")
     chosen = options(module, tmp_path, criu, free_port)
 
-    module.Qualification(described(), cs.Policy(), tmp_path, chosen).run(baseline=lambda url: 0.5)
+    checkpoint = write_checkpoint(tmp_path / "model.safetensors", size_bytes=1 << 20)
+
+    spec = described(weights=str(checkpoint))
+    module.Qualification(spec, cs.Policy(), tmp_path, chosen).run(baseline=lambda url: 0.5)
 
     result = json.loads((tmp_path / "figures.json").read_text())
     assert result["not_run"] == {}
@@ -36,11 +40,13 @@ def test_an_engine_is_qualified_and_every_answer_compared(tmp_path, example, des
     }
     # Two hot restores, one warm start and one cold restore with every prompt; two baselines with one.
     assert result["exact"] == {"answers": 4 * len(module.PROMPTS) + 2, "different": 0}
+    # Of the four matrices of the checkpoint, and the scales that are computed.
+    assert result["digests"] == {"tensors": 5, "comparisons": 3, "different": {}}
     assert [set(split) >= {"admit-artifact", "thaw", "answer"} for split in result["split"]] == [True, True]
     assert result["speedup"] > 0
     assert result["over_baseline"] > 0
     assert result["sizes"]["images"] > 1 << 20
-    assert "different: 0" in module.table(result)
+    assert module.table(result).count("different: 0") == 2
 
 
 def test_what_the_time_does_not_allow_is_a_row_that_says_so(tmp_path, example, described, criu, free_port):
@@ -53,6 +59,16 @@ def test_what_the_time_does_not_allow_is_a_row_that_says_so(tmp_path, example, d
     assert set(result["not_run"]) == {"capture", "restore, hot", "cold start, caches warm", "restore, cold"}
     assert "capture" in module.table(result)
     assert "not run: the 0 minutes were over" in module.table(result)
+
+
+def test_a_tensor_that_differs_or_is_missing_is_named(example):
+    differences = example("qualifying").differences
+
+    assert differences({"worker.7": {"a": "1", "b": "2"}}, {"worker.7": {"a": "1", "b": "3", "c": "4"}}) == [
+        "worker.7 b",
+        "worker.7 c",
+    ]
+    assert differences({"worker.7": {"a": "1"}}, {}) == ["worker.7 a"]
 
 
 def test_an_answer_that_differs_is_counted(tmp_path, example, described, criu, free_port):

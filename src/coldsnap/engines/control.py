@@ -230,6 +230,28 @@ class Ranks:
         """
         return request_each(self.directory, "hydrate", requests, timeout_s=timeout_s, ended=self.ended)
 
+    def digests(self, *, timeout_s: float) -> Mapping[str, Mapping[str, str]]:
+        """Have every rank that has a model digest each of its parameters and buffers.
+
+        Args:
+            timeout_s: For each page of the answer, s; a page is at most a few hundred tensors.
+
+        Returns:
+            ``{"worker.640": {"model.embed_tokens.weight": "<64 hex digits>"}}``; empty when no rank has a model.
+
+        Raises:
+            EngineError: There is no rank, or one refused.
+            StepTimeout: One did not answer.
+        """
+        found: dict[str, dict[str, str]] = {}
+        pages = self._all("digests", timeout_s=timeout_s)
+        while pages := {rank: page for rank, page in pages.items() if not page.get("skipped")}:
+            for rank, page in pages.items():
+                found.setdefault(rank, {}).update(page["digests"])
+            requests = {rank: {"first": page["next"]} for rank, page in pages.items() if page["next"] is not None}
+            pages = request_each(self.directory, "digests", requests, timeout_s=timeout_s, ended=self.ended)
+        return found
+
     def status(self, *, timeout_s: float = 10.0) -> Mapping[str, Any]:
         """Return ``unfinished`` and ``held`` (numbers of requests), ``open`` (the door) and ``quiesced``.
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from coldsnap.artifact.extents import Allocation
 from coldsnap.engines.rank import Operation
+from coldsnap.engines.weights.digests import digests_of
 from coldsnap.engines.weights.observe import LoadObserver
 from coldsnap.engines.weights.split import Split, split
 from coldsnap.engines.weights.worker import WorkerMemory
@@ -76,7 +77,8 @@ class ReleasableModel(torch.nn.Module):  # type: ignore[misc]  # torch is not th
 
     def operations(self) -> Mapping[str, Operation]:
         """Return what the worker's rank answers about its memory."""
-        return WorkerMemory(self.memory, split=self._split).operations()
+        worker = WorkerMemory(self.memory, split=self._split)
+        return {**worker.operations(), "digests": digests_of(lambda: self)}
 
     def _split(self) -> Split:
         settled = self._record.settle(self)

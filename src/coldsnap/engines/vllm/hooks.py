@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from coldsnap.engines.rank import Operation
 from coldsnap.engines.settings import setting
@@ -28,8 +29,11 @@ def hook_worker() -> Mapping[str, Operation]:
     after_import(GPU_WORKER, _watch)
     if is_asked_for():
         after_import(DEFAULT_LOADER, loads.watch)
-    about_loads = {name: resident.when_mapped(operation) for name, operation in loads.operations().items()}
-    return {**resident.operations(), **about_loads}
+    about_models = {**loads.operations(), "digests": _digests}
+    return {
+        **resident.operations(),
+        **{name: resident.when_mapped(operation) for name, operation in about_models.items()},
+    }
 
 
 def register_sleep_backend() -> None:
@@ -40,6 +44,14 @@ def register_sleep_backend() -> None:
     if setting("COLDSNAP_VLLM_OVERRIDE_CUMEM") == "1":
         registry = SleepModeBackendFactory._registry  # noqa: SLF001  register_backend refuses a name that is taken
         registry["cumem"] = registry[SLEEP_BACKEND]
+
+
+def _digests(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    if resident.model() is None:
+        return {"skipped": True}
+    from coldsnap.engines.weights.digests import digests_of  # noqa: PLC0415  torch is there once a model is
+
+    return digests_of(resident.model)(request)
 
 
 def _watch(module: ModuleType) -> None:

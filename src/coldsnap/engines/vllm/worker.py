@@ -58,6 +58,7 @@ class Resident:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._loaded: Any = None  # the worker, on whatever device, once its model is there
         self._cumem: CumemMemory | None = None
         self._loading = False
         self._remnants = Remnants()
@@ -67,6 +68,10 @@ class Resident:
     def rank(self) -> int:
         """Return the worker's number among all of its engine."""
         return int(self._worker.rank) if self._worker is not None else 0
+
+    def model(self) -> Any:
+        """Return the model that was loaded, on whatever device; None before."""
+        return None if self._loaded is None else self._loaded.get_model()
 
     def watch(self, module: Any, *, settle: Settle, log: Log) -> None:
         """Put the hooks on vLLM's worker class.
@@ -85,6 +90,7 @@ class Resident:
             self._loading = releasable
             try:
                 result = load_model(worker, *args, **kwargs)
+                self._loaded = worker
                 if releasable:
                     self.settle_in(worker, settle=settle)
                     log(f"worker {worker.rank} has releasable memory on {worker.device}")
@@ -104,7 +110,7 @@ class Resident:
             settle: Says what the load of its model wrote.
             memory: Its memory; vLLM's allocator when not given.
         """
-        self._worker = worker
+        self._worker = self._loaded = worker
         self._cumem = memory or CumemMemory.of_process(device=worker.device.index, storages=self._storages)
         self.memory = WorkerMemory(
             self._cumem,
