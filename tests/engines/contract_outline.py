@@ -1,4 +1,4 @@
-"""A vLLM of outlines: just what the contract asks for, made from the contract itself."""
+"""An engine of outlines: just what the contract asks for, made from the contract itself."""
 
 from collections import defaultdict
 

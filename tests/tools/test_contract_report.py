@@ -1,4 +1,4 @@
-"""The contract with vLLM, held against a wheel that is not installed."""
+"""The contract with an engine, held against a wheel that is not installed."""
 
 import sys
 import zipfile
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from coldsnap.engines.sglang.contract import CONTRACT as SGLANG
 from coldsnap.engines.vllm.contract import CONTRACT
 
 ROOT = Path(__file__).parents[2]
@@ -15,10 +16,10 @@ from contract_outline import plant  # noqa: E402
 import contract_report  # noqa: E402
 
 
-def wheel(directory, requirements):
-    tree = directory / "tree" / "vllm"
+def wheel(directory, requirements, engine="vllm"):
+    tree = directory / "tree" / engine
     plant(tree, requirements)
-    path = directory / "vllm-99.1-cp38-abi3-manylinux_2_35_x86_64.whl"
+    path = directory / f"{engine}-99.1-cp38-abi3-manylinux_2_35_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for source in tree.rglob("*.py"):
             archive.write(source, source.relative_to(tree.parent))
@@ -40,7 +41,7 @@ def test_what_a_wheel_lacks_is_told_by_name(tmp_path, capsys):
 
 
 def test_only_the_sources_that_are_named_are_unpacked(tmp_path):
-    tree = contract_report.unpack(wheel(tmp_path, CONTRACT), tmp_path / "out")
+    tree = contract_report.unpack(wheel(tmp_path, CONTRACT), tmp_path / "out", "vllm")
     assert {path.suffix for path in tree.rglob("*") if path.is_file()} == {".py"}
 
 
@@ -54,3 +55,8 @@ def test_an_installed_vllm_is_looked_at_where_it_is(tmp_path, capsys):
 def test_what_is_neither_is_refused_before_anything_is_downloaded():
     with pytest.raises(SystemExit, match="no wheel, no directory"):
         contract_report.main(["newest please"])
+
+
+def test_a_wheel_of_sglang_is_known_by_its_name(tmp_path, capsys):
+    assert contract_report.main([str(wheel(tmp_path, SGLANG, "sglang"))]) == 0
+    assert capsys.readouterr().out == f"SGLang 99.1: {len(SGLANG)} of {len(SGLANG)} requirements are met\n"

@@ -1,49 +1,16 @@
-"""What the plugin relies on in vLLM, checked by structure.
-
-The check reads source files and imports nothing, so that it answers for any vLLM tree, also one that cannot run here.
-There is no version gate: a version that has everything is good, whatever its number.
+"""What the plugin relies on in vLLM, checked by structure (``engines/structure.py``).
 
 The one rule: whatever the plugin wraps, calls or is called by stands in this table; a hook without a row is a mistake.
 """
 
 from __future__ import annotations
 
-import ast
 import os
-from collections.abc import Iterator
 
-from attrs import frozen
-
-from coldsnap.errors import ContractError
+from coldsnap.engines import structure
+from coldsnap.engines.structure import Finding, Report, Requirement
 
 __all__ = ["CONTRACT", "Finding", "Report", "Requirement", "report"]
-
-
-@frozen(kw_only=True)
-class Requirement:
-    """One object that must be there.
-
-    Attributes:
-        module: Its module, below the package, with dots.
-        name: ``Class``, ``Class.method``, ``Class.field`` or ``function``; empty for the module itself.
-        coroutine: Whether it must be an ``async def``.
-        parameters: Names it must accept.
-        calls: Names it must call: ``self.x`` as ``x``.
-        stores: Attributes of ``self`` that it must set.
-        why: What the plugin uses it for.
-    """
-
-    module: str
-    name: str = ""
-    coroutine: bool = False
-    parameters: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()
-    stores: tuple[str, ...] = ()
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.module}{':' if self.name else ''}{self.name}"
-
 
 _LLM = "v1.engine.async_llm"
 _LOADS = ("load_general_plugins",)
@@ -253,51 +220,6 @@ CONTRACT: tuple[Requirement, ...] = (
 )
 
 
-@frozen(kw_only=True)
-class Finding:
-    """What was found for one requirement.
-
-    Attributes:
-        requirement: The requirement.
-        lacks: What is wrong with it, as a sentence without its subject; empty when it is met.
-    """
-
-    requirement: Requirement
-    lacks: str = ""
-
-    def __str__(self) -> str:
-        return f"vllm.{self.requirement} {self.lacks or 'is as expected'} ({self.requirement.why})"
-
-
-@frozen(kw_only=True)
-class Report:
-    """The contract, held against one vLLM tree.
-
-    Attributes:
-        tree: The directory of the package.
-        version: Its version, when known; only for reading.
-        findings: One for each requirement.
-    """
-
-    tree: str
-    version: str
-    findings: tuple[Finding, ...]
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Return what is not as expected, in words."""
-        return tuple(str(finding) for finding in self.findings if finding.lacks)
-
-    def require(self) -> None:
-        """Demand that every requirement is met.
-
-        Raises:
-            ContractError: With everything that is not.
-        """
-        if self.missing:
-            raise ContractError(f"vLLM {self.version} in {self.tree} lacks what the plugin relies on:", self.missing)
-
-
 def report(tree: str | os.PathLike[str], *, version: str = "") -> Report:
     """Hold the contract against a vLLM tree.
 
@@ -305,70 +227,4 @@ def report(tree: str | os.PathLike[str], *, version: str = "") -> Report:
         tree: The directory of the package ``vllm``.
         version: Its version, for the report.
     """
-    modules: dict[str, ast.Module | None] = {}
-    findings = []
-    for requirement in CONTRACT:
-        if requirement.module not in modules:
-            modules[requirement.module] = _parse(os.fspath(tree), requirement.module)
-        findings.append(Finding(requirement=requirement, lacks=_lacks(modules[requirement.module], requirement)))
-    return Report(tree=os.fspath(tree), version=version, findings=tuple(findings))
-
-
-def _parse(tree: str, module: str) -> ast.Module | None:
-    base = os.path.join(tree, *module.split("."))
-    for path in (f"{base}.py", os.path.join(base, "__init__.py")):
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                return ast.parse(file.read(), filename=path)
-    return None
-
-
-def _lacks(module: ast.Module | None, requirement: Requirement) -> str:
-    if module is None:
-        return "does not exist"
-    node: ast.AST | None = module
-    for name in requirement.name.split(".") if requirement.name else ():
-        node = _member(node, name)
-    if node is None:
-        return "does not exist"
-    if requirement.coroutine and not isinstance(node, ast.AsyncFunctionDef):
-        return "is not a coroutine"
-    if absent := sorted(set(requirement.parameters) - _parameters(node)):
-        return f"does not take {', '.join(absent)}"
-    if absent := sorted(set(requirement.calls) - set(_calls(node))):
-        return f"does not call {', '.join(absent)}"
-    if absent := sorted(set(requirement.stores) - set(_stores(node))):
-        return f"does not set {', '.join(absent)}"
-    return ""
-
-
-def _member(node: ast.AST | None, name: str) -> ast.AST | None:
-    for child in getattr(node, "body", ()):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == name:
-            return child
-        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name) and child.target.id == name:
-            return child
-        if isinstance(child, ast.If | ast.Try) and (found := _member(child, name)) is not None:
-            return found
-    return None
-
-
-def _parameters(node: ast.AST) -> set[str]:
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return set()
-    return {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-
-
-def _calls(node: ast.AST) -> Iterator[str]:
-    for call in ast.walk(node):
-        if isinstance(call, ast.Call):
-            if isinstance(call.func, ast.Name):
-                yield call.func.id
-            elif isinstance(call.func, ast.Attribute):
-                yield call.func.attr
-
-
-def _stores(node: ast.AST) -> Iterator[str]:
-    for target in ast.walk(node):
-        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
-            yield target.attr
+    return structure.report(CONTRACT, tree, engine="vLLM", package="vllm", version=version)
