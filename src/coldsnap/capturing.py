@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
 from coldsnap.keeper.handle import Engine as Handle
 from coldsnap.keeper.rundir import new_name, run_dir_for
+from coldsnap.keeper.stem import wrapped
 from coldsnap.keeper.undo import CONTINUE, KILL, control, remove
 from coldsnap.plan import Plan
 from coldsnap.receipts import Receipt
@@ -163,7 +165,8 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
         keeper.undo(remove(session.writer.path, unless=COMMITTED))
     endpoint = Endpoint(host=step.address, port=step.port)
     write_directive(keeper.rank_dir, Directive.new(operation="launch", endpoint=endpoint))
-    pid = keeper.spawn_engine(argv, env=environ, cwd=step.cwd)
+    python = shutil.which(argv[0], path=environ.get("PATH")) or argv[0]
+    pid = keeper.spawn_engine(wrapped((python, *argv[1:]), python=python), env=environ, cwd=step.cwd)
     added = f", with {' '.join(further)}: installed there" if further else ""
     return Receipt(step=step.id, effective=f"pid {pid}", reason=f"run directory {run_dir}{added}")
 

@@ -90,6 +90,20 @@ def release_and_remap():
     }
 
 
+def what_no_tensor_lives_in():
+    world = World()
+    first, second, _ = world.weights
+    states = ("active_allocated", "inactive", "active_awaiting_free", "inactive")
+    blocks, at = [], first
+    for state, size in zip(states, (MIB, MIB // 2, MIB, MIB + MIB // 2), strict=True):
+        blocks.append({"address": at, "size": size, "state": state})
+        at += size
+    DEVICE.blocks = {first: blocks, world.kv: [{"address": world.kv, "size": MIB, "state": "inactive"}]}
+    found = world.memory.vacant("weights")
+    DEVICE.blocks = {}
+    return {"found": [[address - first, size] for address, size in found], "without": world.memory.vacant("weights")}
+
+
 def vllm_itself_goes_on_afterwards():
     world = World()
     before = world.bytes_of(*world.weights)

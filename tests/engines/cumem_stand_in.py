@@ -39,7 +39,7 @@ class Device:
 
     def __init__(self, ordinal=1, capacity=1 << 40):
         self.ordinal, self.capacity = ordinal, capacity
-        self.reserved, self.backed = {}, {}
+        self.reserved, self.backed, self.blocks = {}, {}, {}
         self.calls, self.synchronized, self.fail_access = [], 0, 0
         self.thread = threading.local()
 
@@ -106,6 +106,13 @@ class Device:
     def synchronize(self, _ordinal=None):
         self.synchronized += 1
 
+    def snapshot(self):
+        """Return what torch's caching allocator would: each backed range a segment, with the blocks that a test set."""
+        return [
+            {"address": address, "total_size": size, "blocks": self.blocks.get(address, [])}
+            for address, size in self.reserved.items()
+        ]
+
 
 def install(device):
     """Put the device beneath vLLM and torch, and import vLLM's allocator over it."""
@@ -120,6 +127,7 @@ def install(device):
     cuda_wrapper.CudaRTLibrary = lambda: device
     torch.cuda.set_device = device.set_device
     torch.cuda.synchronize = device.synchronize
+    torch.cuda.memory_snapshot = device.snapshot
     torch.accelerator.synchronize = device.synchronize
     torch.accelerator.empty_cache = lambda: None
     device.set_device(device.ordinal)

@@ -40,6 +40,12 @@ def test_vllms_own_table_says_what_is_asleep_and_its_usage_stays(seen):
     assert told["usage"][0] == told["usage"][1]
 
 
+def test_only_blocks_that_torch_has_free_in_the_weights_pool_are_vacant(seen):
+    mib = 1 << 20
+    found = [[mib, mib // 2], [2 * mib + mib // 2, mib + mib // 2]]
+    assert seen["what_no_tensor_lives_in"] == {"found": found, "without": []}
+
+
 def test_vllms_own_sleep_and_wake_up_work_after_a_hydration(seen):
     assert seen["vllm_itself_goes_on_afterwards"] == {"slept": 6, "awake": True, "equal": True}
 

@@ -170,6 +170,7 @@ class NativeManifest:
         residual: ``weights.blob``.
         model_extents: What comes from the pack.
         residual_extents: What comes from the residual.
+        vacant_extents: What nothing lived in: zero after a restore, and in no file; absent when there is none.
     """
 
     MAX_BYTES: ClassVar[int] = 256 << 20
@@ -185,6 +186,7 @@ class NativeManifest:
     residual: Blob
     model_extents: tuple[ModelExtent, ...]
     residual_extents: tuple[ResidualExtent, ...]
+    vacant_extents: tuple[Extent, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check manifest.3 (the pack's layout), manifest.4 (the residual's), and extent.1 (coverage)."""
@@ -199,11 +201,7 @@ class NativeManifest:
 
     def prove(self) -> Coverage:
         """Prove coverage again, and return the receipt."""
-        return prove(
-            self.allocations,
-            (extent.extent for extent in self.model_extents),
-            (extent.extent for extent in self.residual_extents),
-        )
+        return _prove(self)
 
     @property
     def index(self) -> tuple[PackEntry, ...]:
@@ -224,6 +222,7 @@ class RecoveryManifest:
         residual: ``weights.blob``; pieces that the native manifest has too are the same ones.
         model_extents: What the loader writes.
         residual_extents: What comes from the residual.
+        vacant_extents: As in the native manifest.
     """
 
     MAX_BYTES: ClassVar[int] = 256 << 20
@@ -238,6 +237,7 @@ class RecoveryManifest:
     residual: Blob
     model_extents: tuple[ReloadExtent, ...]
     residual_extents: tuple[ResidualExtent, ...]
+    vacant_extents: tuple[Extent, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check manifest.4 and extent.1."""
@@ -246,11 +246,7 @@ class RecoveryManifest:
 
     def prove(self) -> Coverage:
         """Prove coverage again, and return the receipt."""
-        return prove(
-            self.allocations,
-            (extent.extent for extent in self.model_extents),
-            (extent.extent for extent in self.residual_extents),
-        )
+        return _prove(self)
 
     def require_same_memory(self, native: NativeManifest) -> None:
         """Check manifest.5: both manifests are about the same memory, residual and capture, and share their pieces.
@@ -258,8 +254,8 @@ class RecoveryManifest:
         Raises:
             FormatError: They are not.
         """
-        same = (self.capture_id, self.worker, self.allocations, self.residual)
-        other = (native.capture_id, native.worker, native.allocations, native.residual)
+        same = (self.capture_id, self.worker, self.allocations, self.residual, self.vacant_extents)
+        other = (native.capture_id, native.worker, native.allocations, native.residual, native.vacant_extents)
         if same != other:
             raise FormatError("not of the same capture as the native manifest", path="recovery", rule="manifest.5")
         pieces = {piece.file_offset: piece for piece in native.residual_extents}
@@ -267,6 +263,14 @@ class RecoveryManifest:
             if pieces.get(piece.file_offset, piece) != piece:
                 at = f"the piece at file offset {piece.file_offset:#x} is not the native manifest's"
                 raise FormatError(at, path="recovery", rule="manifest.5")
+
+
+def _prove(manifest: NativeManifest | RecoveryManifest) -> Coverage:
+    maps: list[list[Extent]] = [[one.extent for one in manifest.model_extents]]
+    maps.append([one.extent for one in manifest.residual_extents])
+    if manifest.vacant_extents is not None:
+        maps.append(list(manifest.vacant_extents))
+    return prove(manifest.allocations, *maps)
 
 
 @frozen(kw_only=True)

@@ -21,6 +21,7 @@ class Layout:
     model: tuple[tuple[int, int, int], ...]
     kv_cache: tuple[int, ...] = (8192,)
     seed: int = 0
+    vacant: tuple[tuple[int, int, int], ...] = ()
 
 
 PLAIN = Layout(
@@ -72,7 +73,8 @@ class Worker:
             )
             for index, offset, size in self.layout.model
         ]
-        return split(allocations, written)
+        vacant = [(self.weights[index].address + offset, size) for index, offset, size in self.layout.vacant]
+        return split(allocations, written, vacant=vacant)
 
     def bytes_of(self, region: Region) -> bytes:
         into = bytearray(region.size_bytes)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
-from sleepers import PLAIN, SMALL, Worker, files, only, release_request, released, status
+from sleepers import PLAIN, SMALL, Layout, Worker, files, only, release_request, released, status
 
 from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.engines.weights.generation import NATIVE_MANIFEST
@@ -255,4 +255,20 @@ def test_a_directory_of_its_own_is_made_private(tmp_path):
 
     assert (tmp_path / "artifact" / "weights" / "worker-0").stat().st_mode & 0o777 == 0o700
     assert status(worker)["state"] == "sleeping"
+    worker.close()
+
+
+def test_what_nothing_lives_in_is_in_no_file_and_zero_afterwards(tmp_path):
+    layout = Layout(weights=(40_000, 9_000), model=((0, 0, 8_192),), vacant=((0, 10_000, 20_000), (1, 0, 9_000)))
+    worker = Worker(layout)
+
+    told = released(worker, tmp_path)
+    stored = only(tmp_path, "weights.blob").read_bytes()
+    worker.worker.hydrate({})
+
+    first, second = (worker.content[region] for region in worker.weights)
+    assert "49,000 bytes in 2 allocations" in told["coverage"] and "29,000 in 2 extents" in told["coverage"]
+    assert first[12_000:12_064] not in stored and second[:64] not in stored
+    assert worker.bytes_of(worker.weights[0]) == first[:10_000] + bytes(20_000) + first[30_000:]
+    assert worker.bytes_of(worker.weights[1]) == bytes(9_000)
     worker.close()

@@ -164,3 +164,38 @@ def test_addresses_that_two_devices_claim_are_refused():
     with pytest.raises(CoverageError, match="overlap") as caught:
         split([allocation(0, device=0), allocation(50, device=1)], [])
     assert caught.value.at == (f"{BASE + 50:#x}", 0, "overlap")
+
+
+def test_what_the_allocator_holds_in_reserve_is_not_preserved():
+    made = split([allocation()], [written(10, 20)], vacant=[(BASE + 40, 30)])
+
+    assert made.vacant.extents == (Extent(allocation=0, offset=40, size=30),)
+    assert made.residual.extents == (
+        Extent(allocation=0, offset=0, size=10),
+        Extent(allocation=0, offset=30, size=10),
+        Extent(allocation=0, offset=70, size=30),
+    )
+    assert made.coverage.mapped_bytes == (20, 50, 30)
+
+
+@pytest.mark.parametrize("vacant", [(5, 10), (15, 5), (25, 10), (10, 20), (90, 20), (-10, 20), (40, 0)])
+def test_what_was_written_or_leaves_its_allocation_is_never_taken_for_vacant(vacant):
+    made = split([allocation()], [written(10, 20)], vacant=[(BASE + vacant[0], vacant[1])])
+
+    assert not made.vacant.extents
+    assert made.residual.bytes == 80
+
+
+@given(models(), st.integers(), st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 300)), max_size=6))
+def test_vacancy_changes_nothing_that_goes_into_the_pack(model, seed, claims):
+    allocations, stretches = placed(model, random.Random(seed))
+    vacant, end = [], 0
+    for begin, size in sorted(claims):
+        if begin >= end and allocations:
+            vacant.append((min(one.address for one in allocations) + begin, size))
+            end = begin + size
+    plain, made = split(allocations, stretches), split(allocations, stretches, vacant=vacant)
+
+    assert identities(made) == identities(plain)
+    assert sum(made.coverage.mapped_bytes) == made.coverage.bytes
+    assert made.residual.bytes + made.vacant.bytes == plain.residual.bytes

@@ -29,6 +29,9 @@ KV_CACHE = "kv_cache"
 # the CUDA checkpoint saves it, and nobody else could fill it again.
 TAGS = (WEIGHTS, KV_CACHE)
 
+UNUSED = "inactive"
+"""State of a block in torch's snapshot of its caching allocator that holds no tensor and waits for nothing."""
+
 
 class CumemMemory:
     """The allocations of vLLM's allocator on one device, those of the weights and of the KV cache.
@@ -82,6 +85,19 @@ class CumemMemory:
             region = Region(address=address, size_bytes=size, mapped_bytes=size, tag=data.tag)
             if data.tag != KV_CACHE or discardable(region, storages):
                 found.append(region)
+        return tuple(found)
+
+    def vacant(self, tag: str) -> tuple[tuple[int, int], ...]:
+        """Return where in the allocations with a tag torch's caching allocator has nothing: address and size.
+
+        A segment is larger than the tensors in it, and what a load used for a moment (a shard of the checkpoint, say)
+        stays in the pool. A block that waits for a stream before it is free counts as used.
+        """
+        bases = {region.address: region.size_bytes for region in self.regions(tag)}
+        found = []
+        for segment in self._torch.cuda.memory_snapshot():
+            if bases.get(segment["address"]) == segment["total_size"]:
+                found += [(block["address"], block["size"]) for block in segment["blocks"] if block["state"] == UNUSED]
         return tuple(found)
 
     def is_mapped(self, region: Region) -> bool:

@@ -169,7 +169,7 @@ class Resident:
             Allocation(address=one.address, size=one.size_bytes, region=one.tag, device=cumem.device)
             for one in cumem.regions(WEIGHTS)
         ]
-        return split(allocations, settled.written, settled.kept)
+        return split(allocations, settled.written, settled.kept, cumem.vacant(WEIGHTS))
 
     def _before_release(self) -> None:
         self._require_mapped()  # a sleep of vLLM's own, that is: of one that was made here it is known

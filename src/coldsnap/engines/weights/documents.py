@@ -88,7 +88,8 @@ class Documents:
                 )
                 for extent, entry in zip(self.model.extents, self.entries, strict=True)
             ),
-            residual_extents=self._within(self.model.complement()),
+            residual_extents=self._within(self.split.beside(self.model)),
+            vacant_extents=self.split.vacant.extents or None,
         )
 
     def recovery(self) -> RecoveryManifest | None:
@@ -111,6 +112,7 @@ class Documents:
                 for extent in self.split.model.extents
             ),
             residual_extents=self._within(self.split.residual),
+            vacant_extents=self.split.vacant.extents or None,
         )
 
     def _within(self, wanted: ExtentMap) -> tuple[ResidualExtent, ...]:

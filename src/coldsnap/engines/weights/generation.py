@@ -202,7 +202,7 @@ class _Writer:
 
     def _pieces(self) -> tuple[Extent, ...]:
         # Recovery needs what the loader does not write; native, what is not in the pack.
-        return common_pieces(self.model.complement(), self.split.residual).extents
+        return common_pieces(self.split.beside(self.model), self.split.residual).extents
 
     def _require_room(self, pieces: Iterable[Extent], pack_bytes: int) -> None:
         needed: dict[int, tuple[Path, int]] = {}

@@ -58,22 +58,31 @@ class Split:
         allocations: Ascending by device and address.
         model: What goes into the pack: one extent for each destination that was written completely.
         residual: Every other byte.
+        vacant: Bytes that nothing lives in: what the engine's allocator holds in reserve. They are not preserved.
         semantic_ids: 64 hex digits for each model extent, without an address in them, all different.
         kept: Reason → bytes that could have been the model's and stayed out of the pack. All of them are in the
             residual, but those that lie outside every allocation: these are in the process image.
-        coverage: The receipt: model and residual are every byte exactly once.
+        coverage: The receipt: model, residual and what is vacant are every byte exactly once.
     """
 
     allocations: tuple[Allocation, ...]
     model: ExtentMap
     residual: ExtentMap
+    vacant: ExtentMap
     semantic_ids: Mapping[Extent, str]
     kept: Mapping[str, int]
     coverage: Coverage
 
+    def beside(self, model: ExtentMap) -> ExtentMap:
+        """Return every preserved byte that a pack of these extents leaves out."""
+        return ExtentMap.of(self.allocations, (*model.extents, *self.vacant.extents)).complement()
+
 
 def split(
-    allocations: Iterable[Allocation], written: Iterable[Written], kept: Mapping[str, int] | None = None
+    allocations: Iterable[Allocation],
+    written: Iterable[Written],
+    kept: Mapping[str, int] | None = None,
+    vacant: Iterable[tuple[int, int]] = (),
 ) -> Split:
     """Divide allocations into model and residual.
 
@@ -85,23 +94,28 @@ def split(
         allocations: What is preserved, in any order, disjoint; addresses of all devices are one address space.
         written: What the load wrote, in any order, stretches as often as they were written.
         kept: What the caller left out already: reason → bytes.
+        vacant: Where nothing lives, by the engine's own allocator: address and size, disjoint, in any order. What a
+            load wrote is never taken for vacant, and neither is what leaves its allocation.
 
     Raises:
-        CoverageError: Two allocations overlap, of whatever devices.
+        CoverageError: Two allocations overlap, of whatever devices; or two vacant stretches.
     """
     ordered = tuple(sorted(allocations, key=_place))
     reasons = Counter(kept or {})
     runs = _joined(_runs(written, reasons), touching=False)
     named = {extent: run.semantic_id for extent, run in _placed(ordered, runs, reasons)}
     model = ExtentMap.of(ordered, named)
-    residual = model.complement()
+    empty = ExtentMap.of(ordered, _vacancies(ordered, vacant, model))
+    residual = ExtentMap.of(ordered, (*model.extents, *empty.extents)).complement()
+    maps = (model, residual, empty) if empty.extents else (model, residual)
     return Split(
         allocations=ordered,
         model=model,
         residual=residual,
+        vacant=empty,
         semantic_ids=MappingProxyType({extent: named[extent] for extent in model.extents}),
         kept=MappingProxyType({reason: size for reason, size in sorted(reasons.items()) if size}),
-        coverage=prove(ordered, model.extents, residual.extents),
+        coverage=prove(ordered, *(one.extents for one in maps)),
     )
 
 
@@ -174,6 +188,24 @@ def _placed(
             reasons[CROSSES_ALLOCATION] += touches
         else:
             reasons[OUTSIDE_ALLOCATIONS] += run.size
+
+
+def _vacancies(
+    allocations: Sequence[Allocation], vacant: Iterable[tuple[int, int]], model: ExtentMap
+) -> Iterator[Extent]:
+    by_address = sorted(range(len(allocations)), key=lambda index: allocations[index].address)
+    bases = [allocations[index].address for index in by_address]
+    starts = [(extent.allocation, extent.offset) for extent in model.extents]
+    for address, size in vacant:
+        at = bisect_right(bases, address) - 1
+        index = by_address[at] if at >= 0 else -1
+        if index < 0 or size <= 0 or address + size > allocations[index].address + allocations[index].size:
+            continue
+        extent = Extent(allocation=index, offset=address - allocations[index].address, size=size)
+        before = bisect_right(starts, (index, extent.end - 1)) - 1
+        last = model.extents[before] if before >= 0 else None
+        if last is None or last.allocation != index or last.end <= extent.offset:
+            yield extent
 
 
 def _require_one_address_space(allocations: Sequence[Allocation]) -> None:
