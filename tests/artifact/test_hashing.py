@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,32 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(tmp_path: Path)
 def test_threads_keep_the_order_of_the_items() -> None:
     assert [number * 2 for number in range(50)] == in_threads(lambda number: number * 2, range(50), threads=8)
     assert [] == in_threads(str, [])
+
+
+def test_the_caller_is_one_of_the_threads_that_work() -> None:
+    meeting = threading.Barrier(3, timeout=60)
+
+    def name(_: int) -> str:
+        meeting.wait()
+        return threading.current_thread().name
+
+    found = in_threads(name, range(3), threads=3)
+
+    assert threading.current_thread().name in found
+    assert len(set(found)) == 3
+
+
+def test_an_item_that_fails_is_the_last_one_of_each_thread() -> None:
+    begun = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        raise IndexError(f"item {number} failed")
+
+    with pytest.raises(IndexError, match=r"item \d failed"):
+        in_threads(work, range(1000), threads=2)
+
+    assert len(begun) <= 2
 
 
 def test_a_file_that_cannot_be_mapped_is_not_read_through_the_heap(tmp_path):

@@ -113,6 +113,33 @@ def test_streams_spread_over_cores_and_lanes_keep_their_order(library, pieces, t
     assert [stream.digest for stream in streams] == found == sha256_streams(streams, threads=threads)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_lane_is_empty_while_streams_wait(threads):
+    """A stream that runs alone takes as long as two that run side by side."""
+    sizes = [70_000 + 1_000 * index for index in range(40)]
+    alone = []
+
+    class Counting:
+        sha256_lanes = 2
+
+        def sha256_begin(self):
+            return [hashlib.sha256()]
+
+        def sha256_update(self, parts):
+            for (state,), view in parts:
+                state.update(view)
+            if len(parts) == 1:
+                alone.append(len(parts[0][1]))
+
+        def sha256_end(self, stream):
+            return stream[0].digest()
+
+    streams = [Pieces(DATA[:50_000], DATA[50_000:size]) for size in sizes]
+
+    assert [stream.digest for stream in streams] == sha256_streams(streams, threads=threads, lanes=Counting())
+    assert sum(alone) <= threads * max(sizes)
+
+
 def test_without_lanes_the_library_is_not_asked_to_hash():
     class Without:
         sha256_lanes = 0

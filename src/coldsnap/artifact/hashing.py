@@ -114,6 +114,9 @@ def _populated(fd: int, size_bytes: int) -> mmap.mmap | None:
         pages = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
     except ValueError as error:
         raise OSError("the file became shorter before it was read") from error
+    with contextlib.suppress(OSError):  # a kernel without them
+        # What is not in the page cache is read into huge pages there, of which 512 pages are mapped at once.
+        pages.madvise(mmap.MADV_HUGEPAGE)
     try:
         pages.madvise(_MADV_POPULATE_READ, 0, mmap.PAGESIZE)
     except OSError as error:

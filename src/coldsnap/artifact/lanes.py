@@ -78,8 +78,8 @@ def sha256_streams(streams: Sequence[Stream], *, threads: int | None = None, lan
     def work(_: int) -> None:
         with _Core(lanes if width > 1 else None) as core:
             try:
-                while core.fill(streams, waiting, width):
-                    core.advance(digests)
+                while core.fill(streams, waiting, width, digests):
+                    core.advance()
             except BaseException:
                 waiting.clear()
                 raise
@@ -102,8 +102,16 @@ class _Core:
         for one in self._running:
             one.close()
 
-    def fill(self, streams: Sequence[Stream], waiting: deque[int], width: int) -> bool:
-        """Take streams from those waiting until every lane has one; return whether any has."""
+    def fill(self, streams: Sequence[Stream], waiting: deque[int], width: int, digests: list[str]) -> bool:
+        """Finish what has ended and take streams from those waiting until every lane has bytes.
+
+        A lane that stays empty for one turn is paid twice: whatever runs beside it has no company either.
+
+        Returns:
+            Whether any lane has.
+        """
+        for one in tuple(self._running):
+            self._finish_ended(one, digests)
         while len(self._running) < width:
             try:
                 index = waiting.popleft()
@@ -111,21 +119,23 @@ class _Core:
                 break
             lanes = self._lanes if streams[index].size >= _SMALL_BYTES else None
             self._running.append(_Running(index, streams[index].pieces(), lanes))
+            self._finish_ended(self._running[-1], digests)
         return bool(self._running)
 
-    def advance(self, digests: list[str]) -> None:
-        """Hash as much of all as the shortest piece has, and finish those that have ended."""
-        for one in [one for one in self._running if not one.more()]:
+    def _finish_ended(self, one: _Running, digests: list[str]) -> None:
+        if not one.more():
             digests[one.index] = f"sha256:{one.digest().hex()}"
             self._running.remove(one)
-        if self._running:
-            left = min(len(one.piece) - one.done for one in self._running)
-            count = left // _BLOCK_BYTES * _BLOCK_BYTES or left  # a stream that stays on its blocks is hashed in place
-            with ExitStack() as views:
-                parts = [(one, views.enter_context(one.piece[one.done : one.done + count])) for one in self._running]
-                self._update(parts)
-                for one in self._running:
-                    one.done += count
+
+    def advance(self) -> None:
+        """Hash as much of all as the shortest piece has."""
+        left = min(len(one.piece) - one.done for one in self._running)
+        count = left // _BLOCK_BYTES * _BLOCK_BYTES or left  # a stream that stays on its blocks is hashed in place
+        with ExitStack() as views:
+            parts = [(one, views.enter_context(one.piece[one.done : one.done + count])) for one in self._running]
+            self._update(parts)
+            for one in self._running:
+                one.done += count
 
     def _update(self, parts: Iterable[tuple[_Running, memoryview]]) -> None:
         together = []

@@ -27,6 +27,7 @@ from coldsnap.errors import FormatError, IntegrityError
 __all__ = ["Bytes", "Pack", "PackEntry", "Source", "layout", "verify_extents", "write_pack"]
 
 CHUNK_BYTES = 16 << 20
+_FIRST_BYTES = 1 << 20
 _CHUNKS = 3  # one being filled, one being hashed, one being written
 _ZEROS = bytes(PAGE_BYTES)
 
@@ -145,7 +146,11 @@ def write_pack(
 
 
 class _Spool:
-    """A stream of bytes to a file that is filled, hashed and written at the same time, in aligned chunks."""
+    """A stream of bytes to a file that is filled, hashed and written at the same time, in aligned chunks.
+
+    The hash of the file is what all wait for: it begins with a small chunk while the next ones, each twice as long, are
+    being filled.
+    """
 
     def __init__(self, staged: StagedFile, size: int, lanes: Lanes | None) -> None:
         self._lanes = lanes
@@ -158,6 +163,7 @@ class _Spool:
         self._hasher = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="coldsnap-pack-hash"))
         self._writer = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="coldsnap-pack-write"))
         self._used = 0
+        self._limit = _FIRST_BYTES
         self._written = 0
 
     def __enter__(self) -> Self:
@@ -194,13 +200,14 @@ class _Spool:
         while done < len(piece):
             if not self._free:
                 self._settle()
-            count = min(len(piece) - done, CHUNK_BYTES - self._used)
+            count = min(len(piece) - done, self._limit - self._used)
             with memoryview(self._free[0]) as whole, whole[self._used :] as room, piece[done : done + count] as part:
                 checksum = self._copy(checksum, room, part)
             self._used += count
             done += count
-            if self._used == CHUNK_BYTES:
+            if self._used == self._limit:
                 self._flush()
+                self._limit = min(self._limit * 2, CHUNK_BYTES)
         return checksum
 
     def _copy(self, checksum: int, room: memoryview, part: memoryview) -> int:
@@ -302,7 +309,7 @@ def _require_zeros(fd: int, ordered: Iterable[PackEntry], path: str) -> None:
     for entry in ordered:
         end = entry.offset + entry.size
         pad = os.pread(fd, padded(end) - end, end)
-        if any(pad) or len(pad) != padded(end) - end:
+        if pad != _ZEROS[: padded(end) - end]:
             raise IntegrityError(
                 f"the padding at {end:#x} is not zero (rule pack.3)", path=path, expected="zeros", actual="other bytes"
             )
