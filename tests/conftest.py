@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # ``provided`` and ``strategies``
 
 import provided
+
+# A deadline asserts the speed of the machine, and so does the check of how long the first examples take.
+settings.register_profile("coldsnap", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("coldsnap")
 
 
 @pytest.hookimpl(wrapper=True)
