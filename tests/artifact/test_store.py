@@ -492,9 +492,11 @@ def test_an_artifact_is_not_deleted_while_its_own_capture_holds_it(tmp_path: Pat
 
 def test_a_pack_that_was_used_a_moment_ago_stays_and_the_receipt_says_so(tmp_path: Path, store: Store) -> None:
     artifact = write_native(tmp_path / "artifacts" / "one", store)
+    (pack,) = artifact.packs
+    soon = time.time_ns() + 60 * 10**9  # whenever the deletion begins, another capture stamps the pack after that
+    os.utime(store.directory / f".{pack.removeprefix('sha256:')}.lock", ns=(soon, soon))
 
     deleted = delete_artifact(artifact, store, [tmp_path / "artifacts"])
 
-    (pack,) = artifact.packs
     assert ((pack, "used since the deletion began"),) == deleted.packs_left
     assert () == deleted.packs_deleted

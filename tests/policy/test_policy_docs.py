@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import coldsnap.policy
 from coldsnap.engines.settings import INHERITED, SETTINGS
 from coldsnap.errors import PolicyError
 from coldsnap.policy import Policy, leaves
@@ -72,8 +71,8 @@ def test_the_json_samples_are_policies(text):
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_the_python_samples_run(text):
-    names = {"cs": coldsnap.policy}
-    exec(text.replace("import coldsnap as cs\n", ""), names)
+    names = {}
+    exec(text, names)
 
     assert names["policy"].explicit
 
