@@ -24,13 +24,13 @@ from coldsnap.artifact.cores import in_threads
 from coldsnap.artifact.hashing import sha256_fd
 from coldsnap.errors import AdmissionError
 
-__all__ = ["ModelFile", "ModelIdentity", "hub_snapshot", "identify_directory", "identify_hub"]
+__all__ = ["TEXT_SUFFIXES", "ModelFile", "ModelIdentity", "hub_snapshot", "identify_directory", "identify_hub"]
 
 REVISION = re.compile(r"[0-9a-f]{40}")
 
 # What decides tokens besides the tensors. Everything else in a model directory (README, images, other formats) does
 # not.
-_TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _HEADER_BYTES = 256 << 20
 
@@ -100,7 +100,7 @@ def identify_directory(path: str | os.PathLike[str]) -> ModelIdentity:
     """
     directory = Path(path)
     config = read_config(directory)
-    names = sorted(name for name in os.listdir(directory) if name.endswith(_TEXT_SUFFIXES + _WEIGHT_SUFFIXES))
+    names = sorted(name for name in os.listdir(directory) if name.endswith(TEXT_SUFFIXES + _WEIGHT_SUFFIXES))
     if not any(name.endswith(_WEIGHT_SUFFIXES) for name in names):
         raise AdmissionError(f"the model directory {directory} has no weights ({', '.join(_WEIGHT_SUFFIXES)})")
     try:

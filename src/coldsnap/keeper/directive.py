@@ -19,7 +19,7 @@ from coldsnap.artifact import canonical, record
 from coldsnap.artifact.private import require_private
 from coldsnap.keeper import layout
 from coldsnap.keeper.layout import IN_PROCESS_DIR, TMP_DIR
-from coldsnap.keeper.start import Hydration, Start, WorkerSource
+from coldsnap.keeper.start import Checkpoint, Export, Hydration, Start, WorkerSource
 
 __all__ = [
     "ACCEPTED_ABIS",
@@ -29,8 +29,10 @@ __all__ = [
     "PLUGIN_ABI",
     "TMP_DIR",
     "Ack",
+    "Checkpoint",
     "Directive",
     "Endpoint",
+    "Export",
     "Hydration",
     "Provider",
     "Start",
@@ -85,6 +87,8 @@ class Directive:
         created_unix_ns: When it was written.
         start: Lets a template go on; absent, it waits.
         hydration: What the load of a started engine reads, for the providers native and recovery.
+        export: What the load of a captured engine writes for such a start.
+        checkpoint: Where the load format coldsnap finds the checkpoint, for a load that is not native.
     """
 
     format: Literal[1] = FORMAT
@@ -97,6 +101,8 @@ class Directive:
     created_unix_ns: int = field(validator=record.at_least(0))
     start: Start | None = None
     hydration: Hydration | None = None
+    export: Export | None = None
+    checkpoint: Checkpoint | None = None
 
     @classmethod
     def new(

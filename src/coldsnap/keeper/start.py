@@ -13,8 +13,9 @@ from attrs import field, frozen
 
 from coldsnap.artifact import record
 from coldsnap.artifact.capsule import UNIT, WORKER
+from coldsnap.artifact.manifest import ModelSource
 
-__all__ = ["Hydration", "Phase", "Start", "WorkerSource"]
+__all__ = ["Checkpoint", "Export", "Hydration", "Phase", "Start", "WorkerSource"]
 
 Phase: TypeAlias = Literal["pre_exec", "imported"]
 
@@ -47,12 +48,14 @@ class WorkerSource:
         directory: Of its manifests and residual, absolute.
         manifest_sha256: Digest of the native manifest there.
         pack: Path of its pack; absent with the provider recovery.
+        index_sha256: Digest of the bootstrap index there, for an engine that is started anew.
     """
 
     worker: str = field(validator=WORKER)
     directory: str = field(validator=record.matching(r"/.*", "an absolute path"))
     manifest_sha256: str = field(validator=record.sha256)
     pack: str | None = field(default=None, validator=record.optional(record.matching(r"/.*", "an absolute path")))
+    index_sha256: str | None = field(default=None, validator=record.optional(record.sha256))
 
 
 @frozen(kw_only=True)
@@ -92,3 +95,53 @@ class Hydration:
                 shared, own = record.write_object(self), record.write_object(one)
                 return {name: value for name, value in {**shared, **own}.items() if name not in ("workers", "worker")}
         raise KeyError(worker)
+
+
+@frozen(kw_only=True)
+class Export:
+    """What a load leaves behind once it has ended, for a fresh start; the names are those of ``release``.
+
+    Attributes:
+        directory: Has one directory for each worker, absolute.
+        store: Where packs are.
+        capture_id: Of the artifact.
+        model: The checkpoint, when known.
+        backend: Of the residual.
+        write_mode: direct or buffered.
+        reuse_blob: Look for the pack before it is written.
+        reserve_bytes: What must stay free.
+        queue_depth: Writes in flight.
+        chunk_bytes: Size of one.
+        native_library: A library that was chosen.
+        native_sha256: Its digest.
+    """
+
+    directory: str = field(validator=record.matching(r"/.*", "an absolute path"))
+    store: str = field(validator=record.matching(r"/.*", "an absolute path"))
+    capture_id: str
+    model: ModelSource | None = None
+    backend: str = "auto"
+    write_mode: Literal["direct", "buffered"] = "direct"
+    reuse_blob: bool = True
+    reserve_bytes: int = field(default=1 << 30, validator=record.at_least(0))
+    queue_depth: int = field(default=4, validator=record.at_least(1))
+    chunk_bytes: int = field(default=64 << 20, validator=record.at_least(4096))
+    native_library: str | None = None
+    native_sha256: str | None = None
+
+    def request(self, worker: str) -> dict[str, Any]:
+        """Return what one worker writes, as the arguments of ``release``."""
+        return {**record.write_object(self), "worker": worker, "directory": f"{self.directory}/{worker}", "discard": []}
+
+
+@frozen(kw_only=True)
+class Checkpoint:
+    """Where the load format ``coldsnap`` finds a checkpoint that is not the directory the engine was started with.
+
+    Attributes:
+        path: A directory with safetensors, absolute.
+        load_format: The engine's own load format that reads it.
+    """
+
+    path: str = field(validator=record.matching(r"/.*", "an absolute path"))
+    load_format: str = "auto"

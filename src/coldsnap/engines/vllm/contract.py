@@ -217,6 +217,25 @@ CONTRACT: tuple[Requirement, ...] = (
         calls=("get_all_weights", "load_weights"),
         why="is the load that is observed",
     ),
+    # The load format of a fresh start: load_format.py, ordered.py
+    Requirement(
+        module="model_executor.model_loader",
+        name="register_model_loader",
+        parameters=("load_format",),
+        why="makes the load format coldsnap known by name",
+    ),
+    Requirement(
+        module="model_executor.model_loader",
+        name="get_model_loader",
+        parameters=("load_config",),
+        why="finds the loader that reads a checkpoint for it",
+    ),
+    Requirement(
+        module="model_executor.model_loader.base_loader",
+        name="BaseModelLoader.load_model",
+        calls=("load_weights", "process_weights_after_loading"),
+        why="makes the model before the load, and post-processes it after",
+    ),
 )
 
 

@@ -14,7 +14,9 @@ from typing import Any
 from coldsnap.engines.rank import Operation
 from coldsnap.engines.settings import setting
 from coldsnap.engines.vllm.imports import after_import
+from coldsnap.engines.vllm.load_format import MODEL_LOADER, register_load_format
 from coldsnap.engines.vllm.loading import DEFAULT_LOADER, is_asked_for, loads
+from coldsnap.engines.vllm.ordered import ordered
 from coldsnap.engines.vllm.worker import resident
 
 __all__ = ["SLEEP_BACKEND", "hook_worker", "register_sleep_backend"]
@@ -27,11 +29,13 @@ def hook_worker() -> Mapping[str, Operation]:
     """Wait for vLLM's worker and for the load of its model, and return what the rank answers for them."""
     register_sleep_backend()
     after_import(GPU_WORKER, _watch)
-    if is_asked_for():
+    if is_asked_for() or ordered.exports():
         after_import(DEFAULT_LOADER, loads.watch)
+    after_import(MODEL_LOADER, register_load_format)
     about_models = {**loads.operations(), "digests": _digests}
     return {
         **resident.operations(),
+        **ordered.operations(),
         **{name: resident.when_mapped(operation) for name, operation in about_models.items()},
     }
 

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 from attrs import frozen
 
 from coldsnap.engines.settings import setting
+from coldsnap.engines.vllm.ordered import ordered
 from coldsnap.errors import ContractError
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class Loads:
                 finally:
                     self._here.observer = None
             self._by_model[model] = _Load(observer.record, type(loader).__name__)
+            ordered.loaded(model, observer.record)
             return result
 
         return observed

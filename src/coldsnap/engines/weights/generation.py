@@ -20,6 +20,7 @@ from pathlib import Path
 
 from attrs import field, frozen
 
+from coldsnap.artifact.bootstrap import BOOTSTRAP_INDEX
 from coldsnap.artifact.canonical import sha256_of
 from coldsnap.artifact.cores import available_cores
 from coldsnap.artifact.durable import FaultPoint, unharmed, write_file_durably
@@ -52,7 +53,7 @@ NATIVE_MANIFEST = "native-manifest.json"
 RECOVERY_MANIFEST = "recovery-manifest.json"
 HIBERNATE_STATE = "hibernate-state.json"
 # The manifest that names the others goes first and comes last.
-_NAMES = (NATIVE_MANIFEST, RECOVERY_MANIFEST, HIBERNATE_STATE, RESIDUAL)
+_NAMES = (NATIVE_MANIFEST, RECOVERY_MANIFEST, HIBERNATE_STATE, BOOTSTRAP_INDEX, RESIDUAL)
 
 _NO_PACK = Blob(bytes=0, sha256=sha256_of(b""))
 
@@ -128,6 +129,7 @@ def write_generation(
     identity: Identity,
     discarded: Mapping[str, int],
     writing: Writing,
+    index: bytes | None = None,
     at: FaultPoint = unharmed,
 ) -> Generation:
     """Write one worker's memory, durably.
@@ -141,6 +143,7 @@ def write_generation(
         identity: Whose memory.
         discarded: Region → bytes that are not written.
         writing: How.
+        index: The bootstrap index, when an engine is to be started anew from this generation.
         at: Fault point.
 
     Raises:
@@ -149,7 +152,7 @@ def write_generation(
         OSError: Another file could not be written.
         CoverageError: The split leaves a byte out, or has one twice.
     """
-    return _Writer(split, memory, store, directory, identity, discarded, writing, at).write()
+    return _Writer(split, memory, store, directory, identity, discarded, writing, index, at).write()
 
 
 @frozen
@@ -161,6 +164,7 @@ class _Writer:
     identity: Identity
     discarded: Mapping[str, int]
     how: Writing
+    index: bytes | None
     at: FaultPoint
     seconds: dict[str, float] = field(factory=dict, init=False)
 
@@ -280,6 +284,8 @@ class _Writer:
             recovery.require_same_memory(native)
             self._durably(RECOVERY_MANIFEST, encode(recovery))
         self._durably(HIBERNATE_STATE, encode(self._hibernate_state(name, receipt)))
+        if self.index is not None:
+            self._durably(BOOTSTRAP_INDEX, self.index)
         data = encode(native)
         self._durably(NATIVE_MANIFEST, data)
         self.seconds["documents"] = time.monotonic() - began

@@ -32,7 +32,17 @@ from coldsnap.transfer.hydrate import hydrate
 from coldsnap.transfer.memory import PreservedMemory, Region
 from coldsnap.transfer.native import NativeLibrary
 
-__all__ = ["WEIGHTS", "Admitted", "Reading", "admit", "fill", "matching_regions"]
+__all__ = [
+    "WEIGHTS",
+    "Admitted",
+    "Reading",
+    "admit",
+    "admit_pack",
+    "fill",
+    "matching_regions",
+    "move",
+    "require_residual",
+]
 
 WEIGHTS = "weights"
 _SHOWN = 8
@@ -113,7 +123,7 @@ def admit(
     )
     residual = directory / RESIDUAL
     _require_size(residual, manifest.residual, "manifest.4")
-    _admit_pack(manifest, pack, verify)
+    admit_pack(manifest, pack, verify)
     return Admitted(
         manifest=manifest,
         coverage=coverage,
@@ -151,17 +161,18 @@ def fill(
     receipts: dict[str, HydrationReceipt] = {}
     between("pack")
     if admitted.pack is not None:
-        receipts["pack"] = _move(admitted.pack, _from_pack(manifest), memory, reading)
+        receipts["pack"] = move(admitted.pack, _from_pack(manifest), memory, reading)
     between("residual")
     if manifest.residual_extents:
         if reading.preverified:
-            _require_residual(manifest, admitted.residual)
-        receipts["residual"] = _move(admitted.residual, _from_residual(manifest), memory, reading)
+            require_residual(manifest, admitted.residual)
+        receipts["residual"] = move(admitted.residual, _from_residual(manifest), memory, reading)
     memory.synchronize()
     return receipts
 
 
-def _move(path: Path, extents: Sequence[FileExtent], memory: PreservedMemory, reading: Reading) -> HydrationReceipt:
+def move(path: Path, extents: Sequence[FileExtent], memory: PreservedMemory, reading: Reading) -> HydrationReceipt:
+    """Bring extents of a file to their addresses, read as was asked for; raises what ``transfer.hydrate`` does."""
     return hydrate(
         path,
         extents,
@@ -228,7 +239,18 @@ def matching_regions(allocations: Sequence[Allocation], memory: PreservedMemory,
     return tuple(found[one.address, one.size, one.region] for one in allocations)
 
 
-def _admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify | Literal["none"]) -> None:
+def admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify | Literal["none"]) -> None:
+    """Demand the pack that a manifest names.
+
+    Args:
+        manifest: One without model extents needs none.
+        pack: Its path.
+        verify: As for :func:`admit`.
+
+    Raises:
+        IntegrityError: It is not given, or another one.
+        FormatError: It is not private.
+    """
     if not manifest.model_extents:
         return
     expected = manifest.pack
@@ -261,7 +283,13 @@ def _require_size(path: Path, expected: Blob, rule: str) -> None:
             )
 
 
-def _require_residual(manifest: NativeManifest, path: Path) -> None:
+def require_residual(manifest: NativeManifest, path: Path) -> None:
+    """Read a residual in full, and demand its digest.
+
+    Raises:
+        IntegrityError: It has other bytes.
+        FormatError: It is not private.
+    """
     with open_private(path) as (fd, status):
         actual = hash_file(fd, status, str(path))
     if actual != manifest.residual.sha256:

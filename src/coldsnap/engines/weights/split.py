@@ -21,7 +21,7 @@ from coldsnap.artifact import canonical, record
 from coldsnap.artifact.extents import Allocation, Coverage, Extent, ExtentMap, prove
 from coldsnap.errors import CoverageError
 
-__all__ = ["AMBIGUOUS_NAME", "CROSSES_ALLOCATION", "OUTSIDE_ALLOCATIONS", "Split", "Written", "split"]
+__all__ = ["AMBIGUOUS_NAME", "CROSSES_ALLOCATION", "OUTSIDE_ALLOCATIONS", "Split", "Written", "semantic_id", "split"]
 
 AMBIGUOUS_NAME = "ambiguous-name"
 CROSSES_ALLOCATION = "crosses-allocation"
@@ -119,6 +119,17 @@ def split(
     )
 
 
+def semantic_id(name: str, offset: int, size: int) -> str:
+    """Name a stretch of a destination without an address (rule bootstrap.3).
+
+    Args:
+        name: Of the destination.
+        offset: First byte, from the destination's first element.
+        size: Bytes.
+    """
+    return canonical.hex_of(canonical.digest([name, offset, size]))
+
+
 def _place(allocation: Allocation) -> tuple[int, int]:
     return -1 if allocation.device is None else allocation.device, allocation.address
 
@@ -139,8 +150,7 @@ class _Run:
     @property
     def semantic_id(self) -> str:
         # The offset is negative where an alias with a later name begins before the named destination.
-        identity = canonical.digest([self.name, self.begin - self.base, self.size])
-        return canonical.hex_of(identity)
+        return semantic_id(self.name, self.begin - self.base, self.size)
 
     def joined(self, other: _Run) -> _Run:
         named = min(self, other, key=lambda run: run.name)

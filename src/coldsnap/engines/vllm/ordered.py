@@ -1,0 +1,150 @@
+"""Loads that the directive has something to say about: one that is exported, one that is read from a pack.
+
+A worker reads the directive when it loads its model. The one rule: what was ordered happens, or the load ends with an
+error; a worker that serves other weights than those it was told to has no excuse that anybody reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from coldsnap.engines.settings import directive_path
+from coldsnap.errors import ContractError
+from coldsnap.keeper.directive import Directive, read_directive
+
+if TYPE_CHECKING:
+    from coldsnap.engines.rank import Operation
+    from coldsnap.engines.weights.load_record import LoadRecord
+
+__all__ = ["LOAD_FORMAT", "Ordered", "ordered"]
+
+LOAD_FORMAT = "coldsnap"
+
+
+class Ordered:
+    """What this process was told about its load, and what it did."""
+
+    def __init__(self) -> None:
+        self._model: Any = None  # a weak reference to the one that the order was about
+        self._report: Mapping[str, Any] = {"skipped": True}
+
+    def exports(self) -> bool:
+        """Tell whether the directive asks for what a load leaves."""
+        return (directive := _directive()) is not None and directive.export is not None
+
+    def operations(self) -> Mapping[str, Operation]:
+        """Return what a rank answers about its ordered load."""
+        return {"load_report": lambda _request: self._report}
+
+    def loaded(self, model: Any, seen: LoadRecord) -> None:
+        """Export what a load left, when that is ordered; a reload of the same model changes nothing.
+
+        Args:
+            model: What was loaded a moment ago.
+            seen: What the load was seen to copy.
+        """
+        directive = _directive()
+        if directive is None or directive.export is None or self._is_done(model):
+            return
+        from coldsnap.engines.weights.exporting import export  # noqa: PLC0415  torch is there once a model is
+        from coldsnap.engines.weights.requests import ReleaseRequest, read_request  # noqa: PLC0415
+
+        request = directive.export.request(_worker())
+        self._report = export(model, seen, read_request(ReleaseRequest, request))
+
+    def load(self, loader: Any, model: Any, model_config: Any) -> None:
+        """Do a load of the format ``coldsnap``.
+
+        Args:
+            loader: vLLM's loader of that format.
+            model: What it is for, its parameters allocated.
+            model_config: vLLM's configuration of the model.
+
+        Raises:
+            ContractError: The directive does not say where the weights come from.
+        """
+        directive = _directive()
+        if directive is None:
+            raise ContractError(f"--load-format {LOAD_FORMAT} belongs to engines that this library starts; use auto")
+        if directive.provider == "native":
+            self._start(model, directive)
+        else:
+            self._from_checkpoint(loader, model, model_config, directive)
+
+    def _start(self, model: Any, directive: Directive) -> None:
+        from coldsnap.engines.weights.fresh import StartRequest, start  # noqa: PLC0415
+        from coldsnap.engines.weights.requests import read_request  # noqa: PLC0415
+
+        worker = _worker()
+        if directive.hydration is None:
+            raise ContractError(
+                "the directive has the provider native and no hydration: nothing says where the pack is"
+            )
+        try:
+            request = directive.hydration.request(worker)
+        except KeyError:
+            raise ContractError(
+                f"the directive's hydration says nothing of {worker}; start as many as captured"
+            ) from None
+        if self._is_done(model):
+            return  # a reload: what serves is what was brought
+        self._report = start(model, read_request(StartRequest, request), worker=worker)
+        _log(f"{worker} has its weights: {self._report['matched']['extents']} extents from the pack")
+
+    def _from_checkpoint(self, loader: Any, model: Any, model_config: Any, directive: Directive) -> None:
+        from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415  only the engine's has it
+
+        if directive.checkpoint is None:
+            raise ContractError(f"the directive has the provider {directive.provider} and names no checkpoint")
+        # Copies: what the engine says about itself, and caches by, stays what it was started with.
+        load_config, there = copy.copy(loader.load_config), copy.copy(model_config)
+        load_config.load_format = directive.checkpoint.load_format
+        there.model, there.revision = directive.checkpoint.path, None
+        get_model_loader(load_config).load_weights(model, there)
+        if "task" not in self._report:
+            self._report = {
+                "task": "recover",
+                "worker": _worker(),
+                "provider": "recovery" if directive.provider == "recovery" else "checkpoint",
+                "model": directive.checkpoint.path,
+            }
+
+    def _is_done(self, model: Any) -> bool:
+        """Tell whether the order was carried out for this model already.
+
+        Raises:
+            ContractError: It was, for another one: files and names are one worker's, and so one model's.
+        """
+        done = None if self._model is None else self._model()
+        if done is not None and done is not model:
+            raise ContractError("this worker loads a second model, and only one can be exported or started from a pack")
+        self._model = weakref.ref(model)
+        return done is model
+
+
+def _directive() -> Directive | None:
+    path = directive_path()
+    return None if path is None else read_directive(path)
+
+
+def _worker() -> str:
+    import torch  # noqa: PLC0415
+
+    # vLLM makes its world group before it makes a model, for a single worker too.
+    distributed = torch.distributed
+    number = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return f"worker-{number}"
+
+
+def _log(message: str) -> None:
+    # One write for a whole line: the processes of an engine share their log.
+    sys.stderr.write(f"[coldsnap] {message}\n")
+    sys.stderr.flush()
+
+
+ordered = Ordered()
+"""The one of this process."""
