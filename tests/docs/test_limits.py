@@ -39,8 +39,8 @@ SENTENCES = {row[0]: row for title in ("Machines and placements", "Launches", "R
     ("title", "rows"),
     [
         ("Policy values", policy_rows()),
-        ("vLLM arguments", limit_rows(arguments.ARGUMENT_LIMITS)),
-        ("vLLM environment", limit_rows(arguments.ENVIRONMENT_LIMITS)),
+        ("vLLM arguments", limit_rows(arguments.ARGUMENTS.rows)),
+        ("vLLM environment", limit_rows(arguments.ENVIRONMENT.rows)),
         ("Models", model_rows()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

