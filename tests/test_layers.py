@@ -16,7 +16,7 @@ LAYERS = [
     ["host"],
     ["artifact"],
     ["transfer"],
-    ["placement", "operation", "receipts", "phases", "freezing", "shelving", "moving", "steps", "plan"],
+    ["placement", "subjects", "operation", "receipts", "phases", "freezing", "shelving", "moving", "steps", "plan"],
     ["keeper"],
     ["drivers", "engines"],
     ["admission", "behaviour", "describe", "planning", "upkeep", "resolve"],
@@ -32,7 +32,7 @@ LAYERS = [
             "curating",
             "hydrating",
         ],
-        *["restoring", "dozing", "execute", "progress", "diagnosing"],
+        *["restoring", "dozing", "materializing", "execute", "progress", "diagnosing"],
     ],
     ["testing"],
 ]

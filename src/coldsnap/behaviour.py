@@ -53,7 +53,7 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
     "compatibility.driver": ANY,
     "compatibility.enforce_captured_driver_floor": ANY,
     "weights.mode": ("auto", "native", "image"),
-    "weights.native.materialize": ("off",),
+    "weights.native.materialize": ANY,
     "weights.recovery.enabled": ANY,
     "weights.verify": ANY,
     "process.discard": ANY,
@@ -245,6 +245,12 @@ def _restore(resolved: ResolvedPolicy, context: Context) -> _Rows:
     ]
 
 
+_MATERIALIZE = {
+    "async": "packs that the store lacks are begun once the question is answered",
+    "required": "the restore succeeds when the store has every pack",
+}
+
+
 def _unhydrated(resolved: ResolvedPolicy) -> _Rows:
     return _unused(resolved, _READING, "CRIU reads the process image itself")
 
@@ -264,7 +270,12 @@ def _hydrated(resolved: ResolvedPolicy) -> _Rows:
         "gds": "straight to the GPU; nothing is read ahead",
     }
     verified = {"inline": "digests are compared while bytes move", "preverified": "the evidence of each file stands"}
-    return [("io.hydration_backend", backend, backends[backend]), ("io.verify_mode", verify, verified[verify])]
+    asked = resolved["weights.native.materialize"]
+    return [
+        ("io.hydration_backend", backend, backends[backend]),
+        ("io.verify_mode", verify, verified[verify]),
+        *([] if asked == "off" else [("weights.native.materialize", asked, _MATERIALIZE[asked])]),
+    ]
 
 
 def _text(value: object) -> str:

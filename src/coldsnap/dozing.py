@@ -88,7 +88,7 @@ def inspect(session: Session, step: InspectEngine) -> Receipt:
         step=step.id,
         effective=state,
         reason=f"process {status.state}" + (f", {status.operation} in flight" if status.operation else ""),
-        details={"process": status.state, "memory": state, **details, **_sizes(memory)},
+        details={"process": status.state, "memory": state, **details, **_sizes(memory), **_materialized(memory)},
     )
 
 
@@ -130,6 +130,20 @@ def _word(memory: Memory) -> str:
     """Return how the memory of all workers is, in one word."""
     states = _states(memory)
     return "failed" if "failed" in states else "sleeping" if "sleeping" in states else "awake"
+
+
+def _materialized(memory: Memory) -> dict[str, float | int | str]:
+    """Return how packs are doing that somebody asked for: the worst state of all workers."""
+    # A rank keeps the code of its capture, which need not know of it.
+    known = [reply["materialization"] for reply in memory.values() if "materialization" in reply]
+    if not known or all(one["state"] == "none" for one in known):
+        return {}
+    order = ("failed", "none", "scheduled", "writing", "verifying", "ready")
+    return {
+        "materialization": min((str(one["state"]) for one in known), key=order.index),
+        "materialization_bytes": sum(int(one["bytes"]) for one in known),
+        "materialization_error": "; ".join(str(one["error"]) for one in known if one["error"]),
+    }
 
 
 def _sizes(memory: Memory) -> dict[str, float | int | str]:

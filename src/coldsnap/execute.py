@@ -9,7 +9,18 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal, Protocol, assert_never
 
-from coldsnap import accelerating, capturing, curating, dozing, hydrating, releasing, restoring, sealing, shrinking
+from coldsnap import (
+    accelerating,
+    capturing,
+    curating,
+    dozing,
+    hydrating,
+    materializing,
+    releasing,
+    restoring,
+    sealing,
+    shrinking,
+)
 from coldsnap.plan import Plan
 from coldsnap.receipts import Event, EventSink, Receipt, Report
 from coldsnap.runner import run
@@ -35,6 +46,8 @@ from coldsnap.steps import (
     InspectEngine,
     LaunchEngine,
     LockCuda,
+    MaterializeEngine,
+    MaterializePacks,
     OpenArtifact,
     PrefetchWeights,
     PublishPacks,
@@ -200,6 +213,10 @@ def _act(session: Session, step: Step) -> Receipt:
             return hydrating.verify_packs(session, step)
         case HydrateWeights():
             return hydrating.hydrate(session, step)
+        case MaterializeEngine():
+            return materializing.materialize_engine(session, step)
+        case MaterializePacks():
+            return materializing.materialize(session, step)
         case SleepEngine():
             return dozing.sleep(session, step)
         case WakeEngine():

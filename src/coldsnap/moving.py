@@ -16,6 +16,8 @@ __all__ = [
     "AdmitPacks",
     "HydrateWeights",
     "InspectEngine",
+    "MaterializeEngine",
+    "MaterializePacks",
     "MovingStep",
     "PrefetchWeights",
     "ReadingStep",
@@ -190,6 +192,39 @@ class InspectEngine(BaseStep):
     timeout_s: float
 
 
+@frozen(kw_only=True)
+class MaterializePacks(BaseStep):
+    """Have every worker write its pack out of its memory, unless the store has it.
+
+    Attributes:
+        store: The root of the store.
+        wait: Whether the restore waits for the packs; else it only has them begun.
+        native_library: The I/O library, empty for the packaged one.
+        native_sha256: Its digest, empty when any will do.
+        timeout_s: Deadline, s.
+    """
+
+    phase: ClassVar[Phase] = "SETTLE"
+    store: str
+    wait: bool
+    native_library: str
+    native_sha256: str
+    timeout_s: float
+
+
+@frozen(kw_only=True)
+class MaterializeEngine(MaterializePacks):
+    """Have the workers of a restored engine write their packs, while it serves on.
+
+    Attributes:
+        run_dir: The engine's run directory.
+        artifact: What it was restored from.
+    """
+
+    run_dir: str
+    artifact: str
+
+
 MovingStep = (
     ReleaseWeights
     | AdmitPacks
@@ -199,4 +234,6 @@ MovingStep = (
     | SleepEngine
     | WakeEngine
     | InspectEngine
+    | MaterializePacks
+    | MaterializeEngine
 )

@@ -5,14 +5,14 @@ An operation names an engine or an artifact, and a placement. ``resolve`` turns 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from collections.abc import Iterable
+from typing import Literal
 
 from attrs import field, frozen
 
 from coldsnap.errors import PolicyError
 from coldsnap.placement import Placement, UnitPlacement, absolute, absolute_each, local, optional_absolute
+from coldsnap.subjects import ArtifactLike, EngineHandle, EngineSpec, handle, opened, positive
 
 __all__ = [
     "ArtifactLike",
@@ -21,6 +21,7 @@ __all__ = [
     "EngineHandle",
     "EngineSpec",
     "Launch",
+    "Materialize",
     "Operation",
     "Placement",
     "Publish",
@@ -38,45 +39,6 @@ DEFAULT_PROMPT = "Reply with exactly: coldsnap"
 DEFAULT_ANSWER_TOKENS = 16
 
 
-@runtime_checkable
-class EngineSpec(Protocol):
-    """What a user writes to describe an engine: ``VLLM``, ``SGLang``, or the reference engine of the tests."""
-
-    kind: ClassVar[str]
-
-    @property
-    def python(self) -> str:
-        """Return the interpreter that it runs in."""
-
-
-@runtime_checkable
-class EngineHandle(Protocol):
-    """A running engine: what ``report.engine`` and ``Engine.attach`` give."""
-
-    @property
-    def run_dir(self) -> Path:
-        """Return the run directory of the engine's keeper."""
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """Return what was written down when it was launched or restored; its specification for one."""
-
-
-@runtime_checkable
-class ArtifactLike(Protocol):
-    """A committed artifact that has been opened."""
-
-    @property
-    def path(self) -> Path:
-        """Return the artifact's directory."""
-
-
-def _positive(_instance: object, _attribute: object, value: float) -> None:
-    if not value > 0:
-        name = getattr(_attribute, "name", "value")
-        raise PolicyError([(f"$.{name}", f"expected a positive number, found {value}")], what="operation")
-
-
 @frozen(kw_only=True)
 class Launch:
     """Start an engine under a keeper and wait until it answers.
@@ -89,7 +51,7 @@ class Launch:
 
     engine: EngineSpec = field(kw_only=False)
     placement: Placement
-    ready_timeout_s: float = field(default=1800.0, validator=_positive)
+    ready_timeout_s: float = field(default=1800.0, validator=positive)
 
 
 @frozen(kw_only=True)
@@ -117,9 +79,9 @@ class Capture:
     then: Literal["stop", "keep"] = "stop"
     prompt: str = DEFAULT_PROMPT
     answer_tokens: int = DEFAULT_ANSWER_TOKENS
-    ready_timeout_s: float = field(default=1800.0, validator=_positive)
-    quiesce_timeout_s: float = field(default=60.0, validator=_positive)
-    dump_timeout_s: float = field(default=600.0, validator=_positive)
+    ready_timeout_s: float = field(default=1800.0, validator=positive)
+    quiesce_timeout_s: float = field(default=60.0, validator=positive)
+    dump_timeout_s: float = field(default=600.0, validator=positive)
 
     def __attrs_post_init__(self) -> None:
         problems = []
@@ -154,8 +116,8 @@ class Restore:
     artifact: ArtifactLike = field(kw_only=False)
     placement: Placement
     store: str | None = field(default=None, converter=optional_absolute)
-    thaw_timeout_s: float = field(default=600.0, validator=_positive)
-    answer_timeout_s: float = field(default=120.0, validator=_positive)
+    thaw_timeout_s: float = field(default=600.0, validator=positive)
+    answer_timeout_s: float = field(default=120.0, validator=positive)
 
 
 @frozen(kw_only=True)
@@ -174,11 +136,6 @@ class Stop:
 TAGS = ("weights", "kv_cache")
 
 
-def _handle(_instance: object, _attribute: object, value: Any) -> None:
-    if not isinstance(value, EngineHandle):
-        raise PolicyError([("$.engine", f"expected the handle of a running engine, found {value!r}")], what="operation")
-
-
 @frozen(kw_only=True)
 class Sleep:
     """Let a serving engine give its memory away: weights into files, the KV cache nowhere. Requests wait at its door.
@@ -193,10 +150,10 @@ class Sleep:
         timeout_s: How long writing may take, s.
     """
 
-    engine: EngineHandle = field(kw_only=False, validator=_handle)
+    engine: EngineHandle = field(kw_only=False, validator=handle)
     store: str | None = field(default=None, converter=optional_absolute)
-    quiesce_timeout_s: float = field(default=60.0, validator=_positive)
-    timeout_s: float = field(default=600.0, validator=_positive)
+    quiesce_timeout_s: float = field(default=60.0, validator=positive)
+    timeout_s: float = field(default=600.0, validator=positive)
 
 
 def _optional_texts(value: Iterable[str] | None) -> tuple[str, ...] | None:
@@ -221,9 +178,9 @@ class Wake:
         timeout_s: How long it may take, s.
     """
 
-    engine: EngineHandle = field(kw_only=False, validator=_handle)
+    engine: EngineHandle = field(kw_only=False, validator=handle)
     tags: tuple[str, ...] | None = field(default=None, converter=_optional_texts, validator=_tags)
-    timeout_s: float = field(default=600.0, validator=_positive)
+    timeout_s: float = field(default=600.0, validator=positive)
 
 
 @frozen(kw_only=True)
@@ -235,15 +192,8 @@ class Status:
         timeout_s: How long its ranks may take to answer, s.
     """
 
-    engine: EngineHandle = field(kw_only=False, validator=_handle)
-    timeout_s: float = field(default=10.0, validator=_positive)
-
-
-def _opened(_instance: object, _attribute: object, value: Any) -> None:
-    if not isinstance(value, ArtifactLike):
-        raise PolicyError(
-            [("$.artifact", f"expected an opened artifact (Artifact.open), found {value!r}")], what="operation"
-        )
+    engine: EngineHandle = field(kw_only=False, validator=handle)
+    timeout_s: float = field(default=10.0, validator=positive)
 
 
 @frozen(kw_only=True)
@@ -257,7 +207,7 @@ class Verify:
         store: The root of the store with its packs; needed when it names some.
     """
 
-    artifact: ArtifactLike = field(kw_only=False, validator=_opened)
+    artifact: ArtifactLike = field(kw_only=False, validator=opened)
     verify: Literal["evidence", "full"] | None = None
     store: str | None = field(default=None, converter=optional_absolute)
 
@@ -277,7 +227,7 @@ class Delete:
         dry_run: Find out what would go, and touch nothing.
     """
 
-    artifact: ArtifactLike = field(kw_only=False, validator=_opened)
+    artifact: ArtifactLike = field(kw_only=False, validator=opened)
     store: str | None = field(default=None, converter=optional_absolute)
     roots: tuple[str, ...] = field(default=(), converter=absolute_each)
     dry_run: bool = False
@@ -306,7 +256,7 @@ class Publish:
         insecure: Speak plain HTTP with the registry.
     """
 
-    artifact: ArtifactLike = field(kw_only=False, validator=_opened)
+    artifact: ArtifactLike = field(kw_only=False, validator=opened)
     store: str | None = field(default=None, converter=optional_absolute)
     repository: str | None = None
     endpoint: str | None = None
@@ -328,4 +278,24 @@ class Publish:
             raise PolicyError(problems, what="operation")
 
 
-Operation = Launch | Capture | Restore | Stop | Sleep | Wake | Status | Verify | Delete | Publish
+@frozen(kw_only=True)
+class Materialize:
+    """Give the store the packs of a restored engine again, out of its memory, while it serves.
+
+    Packs that are there are admitted and not written.
+
+    Attributes:
+        engine: Its handle.
+        store: The root of the store that gets the packs. ``None``: the store that was probed, else the directory
+            ``store`` beside the artifact that it was restored from.
+        wait: Whether to wait for the packs; ``Status`` tells how they are doing otherwise.
+        timeout_s: How long the writing may take when it is waited for, s; it goes on after that.
+    """
+
+    engine: EngineHandle = field(kw_only=False, validator=handle)
+    store: str | None = field(default=None, converter=optional_absolute)
+    wait: bool = True
+    timeout_s: float = field(default=1800.0, validator=positive)
+
+
+Operation = Launch | Capture | Restore | Stop | Sleep | Wake | Status | Materialize | Verify | Delete | Publish

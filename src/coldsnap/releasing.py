@@ -81,7 +81,7 @@ def release_request(session: Session, step: WritingStep, worker: str, directory:
     }
 
 
-def require_seen(session: Session, directories: Sequence[Path]) -> None:
+def require_seen(session: Session, directories: Sequence[Path], *, what: str = "weights cannot be released") -> None:
     """Refuse directories that the engine would find elsewhere than this process does.
 
     Private namespaces keep the mounts of the moment they were made. What is mounted later covers a directory here and
@@ -90,13 +90,14 @@ def require_seen(session: Session, directories: Sequence[Path]) -> None:
     Args:
         session: With a keeper, whose mounts are the engine's.
         directories: They are there.
+        what: What the error begins with.
 
     Raises:
         AdmissionError: Each is named.
     """
     root = f"/proc/{session.living.keeper_pid}/root"
     require(
-        "weights cannot be released",
+        what,
         [
             f"{path} lies on a filesystem that was mounted or unmounted after the engine was started, and the engine, "
             "in mounts of its own, finds another directory there or none; name one elsewhere, or launch it anew"

@@ -14,6 +14,7 @@ from coldsnap.operation import (
     Capture,
     Delete,
     Launch,
+    Materialize,
     Operation,
     Publish,
     Restore,
@@ -26,6 +27,7 @@ from coldsnap.operation import (
 from coldsnap.plan import Plan
 from coldsnap.planning.capture import plan_capture
 from coldsnap.planning.launch import plan_launch
+from coldsnap.planning.materialize import plan_materialization
 from coldsnap.planning.restore import plan_restore
 from coldsnap.planning.sleep import plan_sleep, plan_status, plan_stop, plan_wake
 from coldsnap.policy import Policy
@@ -39,7 +41,7 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
 
     Args:
         policy: What the user wants.
-        operation: Launch, Capture, Restore, Stop, Sleep, Wake, Status, Verify, Delete or Publish.
+        operation: Launch, Capture, Restore, Stop, Sleep, Wake, Status, Materialize, Verify, Delete or Publish.
         facts: What the machines are; see ``probe``.
 
     Returns:
@@ -67,6 +69,8 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
             return plan_wake(policy, operation, facts)
         case Status():
             return plan_status(operation)
+        case Materialize():
+            return plan_materialization(policy, operation, facts)
         case Verify():
             return plan_verification(policy.resolved(engine_defaults=engine_defaults(native=False)), operation)
         case Delete():

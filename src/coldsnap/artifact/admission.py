@@ -23,7 +23,7 @@ from coldsnap.artifact.pack import PackEntry, verify_extents
 from coldsnap.artifact.private import open_private, read_small
 from coldsnap.errors import FormatError, IntegrityError
 
-__all__ = ["Admission", "Request", "Validation", "check", "decide", "is_bound", "record_path"]
+__all__ = ["Admission", "Request", "Validation", "check", "decide", "is_bound", "record_path", "vouch"]
 
 PROVIDER = "sha256-cache-v1"
 MAX_RECORD_BYTES = 1 << 20
@@ -162,6 +162,33 @@ def decide(
     if made != known:
         data = canonical.encode(record.write(made))
         remembered(lambda: write_file_durably(Path(request.record), data, at=at))
+    return _admission(request, status, cached=False)
+
+
+def vouch(request: Request, verified: Identity, *, index: Sequence[PackEntry], at: FaultPoint = unharmed) -> Admission:
+    """Admit a pack that this process read back, extent by extent, before it got its name; it is not read again.
+
+    Args:
+        request: Which file, and what it must be.
+        verified: Identity of the file that was read.
+        index: Its extents.
+        at: Fault point.
+
+    Raises:
+        FormatError: The file is a link, foreign or open to others.
+        IntegrityError: It is missing, or not the file that was read (validation.5).
+    """
+    with open_private(request.path) as (_, status):
+        _require_size(request, status)
+        if identity_of(status) != verified:
+            raise IntegrityError(
+                "the file changed after it was verified (rule validation.5)",
+                path=request.path,
+                expected=str(verified),
+                actual=str(identity_of(status)),
+            )
+    data = canonical.encode(record.write(_record(request, status, _index_digest(index))))
+    remembered(lambda: write_file_durably(Path(request.record), data, at=at))
     return _admission(request, status, cached=False)
 
 

@@ -68,10 +68,10 @@ class Store:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, at: FaultPoint = unharmed, lanes: Lanes | None = None) -> None:
-        self._lanes = lanes
+        self.lanes = lanes
         self.root = Path(os.path.abspath(root))
         self.directory = self.root / PACKS
-        self._at = at
+        self.at = at
 
     def path(self, sha256: str) -> Path:
         """Return where a pack is, or would be."""
@@ -143,9 +143,9 @@ class Store:
         Raises:
             OSError: The medium is full or failed; nothing is left behind.
         """
-        with staged_file(self.prepare(), "new.pack", at=self._at) as staged:
-            self._at("new.pack:write")
-            pack = write_pack(staged, sources, digests=digests, threads=threads, lanes=self._lanes)
+        with staged_file(self.prepare(), "new.pack", at=self.at) as staged:
+            self.at("new.pack:write")
+            pack = write_pack(staged, sources, digests=digests, threads=threads, lanes=self.lanes)
             self.publish(staged, pack.sha256)
         return pack
 
@@ -165,7 +165,7 @@ class Store:
             with self.lock(pack.sha256):
                 request = Request(path=str(pack.path), expected_sha256=pack.sha256)
                 if pack.path.exists() and is_bound(request, index):
-                    self._use(pack.sha256)
+                    self.mark_used(pack.sha256)
                     return pack
         return None
 
@@ -178,12 +178,13 @@ class Store:
         """
         final = self.path(sha256)
         with self.lock(sha256):
-            self._use(sha256)
+            self.mark_used(sha256)
             if not final.exists():
                 staged.publish(final)
         return final
 
-    def _use(self, sha256: str) -> None:
+    def mark_used(self, sha256: str) -> None:
+        """Count a pack as used now; its lock must be held."""
         # Garbage collection keeps what was used lately. The pack's own mtime cannot say it: evidence is bound to it.
         os.utime(self._lock_file(sha256))
 
@@ -230,7 +231,7 @@ class Store:
         with self.lock(payload.sha256):
             if transport is not None and transport.effective != "python":
                 return validate(request, transport)
-            return decide(request, index=index, at=self._at, lanes=self._lanes)
+            return decide(request, index=index, at=self.at, lanes=self.lanes)
 
     def stage(self, payload: PayloadObject, fetch: Callable[[Path], Path]) -> Admission:
         """Bring one worker's pack here unless it is here already, and admit it.
@@ -245,13 +246,13 @@ class Store:
         """
         final = self.path(payload.sha256)
         with self.lock(payload.sha256):
-            self._use(payload.sha256)
+            self.mark_used(payload.sha256)
             staging = self.directory / f".{hex_of(payload.sha256)}.staging"
             if not os.path.lexists(final):
                 staging.mkdir(mode=0o700, exist_ok=True)
                 fetched = fetch(staging)
                 self._require(fetched, payload)
-                publish_file(fetched, final, at=self._at)
+                publish_file(fetched, final, at=self.at)
             # Also what a process left that was killed between these two lines.
             remove_tree(staging)
         return self.admit(payload)
@@ -288,7 +289,7 @@ class Store:
             if unless_used_since_ns is not None and max(status.st_mtime_ns, self._used_ns(path)) > unless_used_since_ns:
                 return 0
             for name in (Path(record_path(path)), path, self._lock_file(sha256)):
-                self._at(f"{name.name}:unlink")
+                self.at(f"{name.name}:unlink")
                 name.unlink(missing_ok=True)
         return status.st_size
 

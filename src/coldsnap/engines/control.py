@@ -286,6 +286,24 @@ class Ranks:
             pages = request_each(self.directory, "digests", requests, timeout_s=timeout_s, ended=self.ended)
         return found
 
+    def materialize(
+        self, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Have workers write their packs out of memory that is awake, while the engine serves.
+
+        Args:
+            requests: By rank; docs/materialize.md has the fields.
+            timeout_s: For all answers, s; ``wait_s`` of a request says how long each may wait.
+
+        Returns:
+            ``{"worker.640": {"state": …, "sha256": …, "bytes": …, "new_bytes": …, "seconds": …, "error": …}}``.
+
+        Raises:
+            EngineError: One has not begun.
+            StepTimeout: One did not answer.
+        """
+        return request_each(self.directory, "materialize", requests, timeout_s=timeout_s, ended=self.ended)
+
     def status(self, *, timeout_s: float = 10.0) -> Mapping[str, Any]:
         """Return ``unfinished`` and ``held`` (numbers of requests), ``open`` (the door) and ``quiesced``.
 

@@ -14,6 +14,7 @@ from coldsnap.errors import CompatibilityError
 from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.operation import Restore, UnitPlacement
 from coldsnap.plan import Choice, Decision, Plan
+from coldsnap.planning.materialize import materialize_steps, require_materializable
 from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
 from coldsnap.planning.weights import at_restore, hydrate_step, pack_steps, store_beside, weights_choices
 from coldsnap.policy import Policy, ResolvedPolicy
@@ -46,6 +47,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
     unit, host = placed(operation.placement, facts)
     weights = at_restore(policy, artifact, gpu=bool(host.gpus and descriptor.compatibility.units[0].devices))
     resolved, native = weights.resolved, weights.native
+    require_materializable(resolved, artifact)
     comparison = _compared(resolved, operation, unit, host)
     store = store_beside(operation, facts, str(artifact.path)) if native else ""
     captured = descriptor.compatibility.units[0].devices
@@ -161,5 +163,6 @@ def _woken(resolved: ResolvedPolicy, operation: Restore, store: str, *, native: 
             after=("ready", "verify", *(("verify-packs",) if native else ())),
             timeout_s=operation.answer_timeout_s,
         ),
-        HandOver(id="hand-over", after=("answer",)),
+        *(materialized := materialize_steps(resolved, store, after="answer", timeout_s=operation.thaw_timeout_s)),
+        HandOver(id="hand-over", after=(materialized[-1].id if materialized else "answer",)),
     )

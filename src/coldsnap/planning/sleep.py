@@ -15,7 +15,7 @@ from coldsnap.planning.weights import reading, writing
 from coldsnap.policy import Policy
 from coldsnap.steps import InspectEngine, SleepEngine, StopEngine, WakeEngine
 
-__all__ = ["plan_sleep", "plan_status", "plan_stop", "plan_wake"]
+__all__ = ["memory_provider", "plan_sleep", "plan_status", "plan_stop", "plan_wake"]
 
 
 def plan_sleep(policy: Policy, operation: Sleep, facts: Facts) -> Plan:
@@ -26,7 +26,7 @@ def plan_sleep(policy: Policy, operation: Sleep, facts: Facts) -> Plan:
     """
     resolved = policy.resolved(engine_defaults=engine_defaults(native=True))
     run_dir = str(operation.engine.run_dir)
-    provider = _provider(policy, operation.engine, facts)
+    provider = memory_provider(policy, operation.engine, facts)
     store, why = os.path.join(run_dir, SLEEP, "store"), "nobody named one; it ends with the engine"
     if operation.store is not None:
         store, why = operation.store, "the operation names it"
@@ -53,7 +53,7 @@ def plan_wake(policy: Policy, operation: Wake, facts: Facts) -> Plan:
     """
     resolved = policy.resolved(engine_defaults=engine_defaults(native=True))
     run_dir = str(operation.engine.run_dir)
-    provider = _provider(policy, operation.engine, facts)
+    provider = memory_provider(policy, operation.engine, facts)
     step = WakeEngine(
         id="wake",
         run_dir=run_dir,
@@ -79,7 +79,12 @@ def plan_stop(operation: Stop) -> Plan:
     return Plan(operation="stop", driver="none", subject=_subject(run_dir), steps=(step,))
 
 
-def _provider(policy: Policy, handle: EngineHandle, facts: Facts) -> str:
+def memory_provider(policy: Policy, handle: EngineHandle, facts: Facts) -> str:
+    """Return what lets the memory of a running engine leave.
+
+    Raises:
+        UnsupportedError: Nothing does, or the policy wants its weights where they are.
+    """
     engine = spec_of_running(handle.labels, run_dir=handle.run_dir)
     provider = engine.memory_provider(gpu=bool(facts.host("local").gpus))
     if provider is None or not was_launched_releasing(handle.labels):

@@ -40,6 +40,7 @@ class DiskSleepBackend(CuMemBackend):  # type: ignore[misc]  # vLLM is not there
             AdmissionError: No directory was named for the files, or it has no room. Nothing was given away.
         """
         if level != 1 or self.resident.memory is None:
+            self.resident.settle()
             super().suspend(level)
             return
         self.resident.operations()["release"](release_request(self.resident.rank))

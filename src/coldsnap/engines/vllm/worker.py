@@ -124,7 +124,21 @@ class Resident:
             "release": lambda request: self._do("release", request),
             "hydrate": lambda request: self._do("hydrate", request),
             "memory": lambda request: self._do("memory", request),
+            "materialize": self._materialize,
         }
+
+    def _materialize(self, request: Mapping[str, Any]) -> Reply:
+        if self.memory is None:
+            return {"skipped": True}
+        with self._lock:
+            self._require_mapped()
+        # Outside of the lock: the engine serves on meanwhile, and whoever asks how it is must not wait for a pack.
+        return self.memory.materialize(request)
+
+    def settle(self) -> None:
+        """Wait for the end of a pack that is being written, before vLLM takes the memory away by itself."""
+        if self.memory is not None:
+            self.memory.settle()
 
     def when_mapped(self, operation: Operation) -> Operation:
         """Return an operation that looks at the weights, refused while they have no backing.

@@ -29,9 +29,10 @@ from coldsnap.artifact.manifest import Blob, HibernateState, encode
 from coldsnap.artifact.pack import PackEntry, layout
 from coldsnap.artifact.store import Store, StoredPack
 from coldsnap.engines.weights.documents import Documents, Identity, placed_pieces
+from coldsnap.engines.weights.room import require_room
 from coldsnap.engines.weights.source import MemorySource, Staging, digests_of
 from coldsnap.engines.weights.split import Split
-from coldsnap.errors import AdmissionError, ColdSnapError
+from coldsnap.errors import ColdSnapError
 from coldsnap.transfer.backend import CaptureReceipt, Source, Tuning
 from coldsnap.transfer.capture import CaptureBackendName, capture
 from coldsnap.transfer.memory import PreservedMemory
@@ -209,21 +210,12 @@ class _Writer:
         return common_pieces(self.split.beside(self.model), self.split.residual).extents
 
     def _require_room(self, pieces: Iterable[Extent], pack_bytes: int) -> None:
-        needed: dict[int, tuple[Path, int]] = {}
-        wanted = ((self.directory, sum(padded(piece.size) for piece in pieces)), (self.store.root, pack_bytes))
-        for path, size in wanted:
-            place = _existing(path)
-            device = place.stat().st_dev
-            needed[device] = (place, needed.get(device, (place, 0))[1] + size)
-        for place, size in needed.values():
-            status = os.statvfs(place)
-            free = status.f_bavail * status.f_frsize
-            if free - size < self.how.reserve_bytes:
-                raise AdmissionError(
-                    f"the filesystem of {place} has {free:,} bytes free; the generation of worker "
-                    f"{self.identity.worker} needs {size:,} and {self.how.reserve_bytes:,} must stay free; nothing was "
-                    "written: make room, name another filesystem or lower reserve_bytes"
-                )
+        residual_bytes = sum(padded(piece.size) for piece in pieces)
+        require_room(
+            ((self.directory, residual_bytes), (self.store.root, pack_bytes)),
+            reserve_bytes=self.how.reserve_bytes,
+            what=f"the generation of worker {self.identity.worker}",
+        )
 
     def _write_residual(self, pieces: Sequence[Extent]) -> CaptureReceipt:
         began = time.monotonic()
@@ -325,8 +317,3 @@ def _found(pack: StoredPack, entries: tuple[PackEntry, ...]) -> _Packed:
 def _remove(directory: Path) -> None:
     for name in _NAMES:
         (directory / name).unlink(missing_ok=True)
-
-
-def _existing(path: Path) -> Path:
-    """Return the path, or the first directory above it that is there."""
-    return path if path.exists() else _existing(path.parent)

@@ -19,7 +19,7 @@ from coldsnap.errors import UnsupportedError
 from coldsnap.transfer.backend import BackendName, Tuning
 from coldsnap.transfer.capture import CaptureBackendName
 
-__all__ = ["HydrateRequest", "ReleaseRequest", "read_request"]
+__all__ = ["HydrateRequest", "MaterializeRequest", "ReleaseRequest", "read_request"]
 
 Mode = Literal["direct", "buffered"]
 _ABSOLUTE = record.matching(r"/[^\x00]*", "an absolute path")
@@ -142,6 +142,31 @@ class HydrateRequest(_Transfer):
         if self.directory is None or self.manifest_sha256 is None:
             return None
         return Path(self.directory), None if self.pack is None else Path(self.pack), self.manifest_sha256
+
+
+@frozen(kw_only=True)
+class MaterializeRequest:
+    """``materialize``: write the pack of a generation out of memory that is awake (docs/materialize.md).
+
+    Attributes:
+        worker: Whose memory this is.
+        directory: Where its native manifest is.
+        manifest_sha256: Digest of the native manifest.
+        store: Where the pack goes.
+        wait_s: How long the reply may wait for the pack, s.
+        reserve_bytes: What must stay free in the store.
+        native_library: ``io.native_library``; None: the packaged one, where the installation has it.
+        native_sha256: ``io.native_sha256``.
+    """
+
+    worker: str
+    directory: str = field(validator=_ABSOLUTE)
+    manifest_sha256: str = field(validator=record.sha256)
+    store: str = field(validator=_ABSOLUTE)
+    wait_s: float = 0.0
+    reserve_bytes: int = field(default=1 << 30, validator=record.at_least(0))
+    native_library: str | None = field(default=None, validator=record.optional(_ABSOLUTE))
+    native_sha256: str | None = field(default=None, validator=record.optional(_HEX))
 
 
 _T = TypeVar("_T")

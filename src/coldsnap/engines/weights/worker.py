@@ -28,43 +28,20 @@ from coldsnap.artifact.durable import FaultPoint, unharmed
 from coldsnap.artifact.store import Store
 from coldsnap.engines.rank import Busy, Operation
 from coldsnap.engines.weights.generation import Generation, Writing, write_generation
+from coldsnap.engines.weights.hooks import Hooks
+from coldsnap.engines.weights.materialize import Materializer
 from coldsnap.engines.weights.native import WEIGHTS, Admitted, Reading, admit, matching_regions
-from coldsnap.engines.weights.requests import HydrateRequest, ReleaseRequest, read_request
+from coldsnap.engines.weights.requests import HydrateRequest, MaterializeRequest, ReleaseRequest, read_request
 from coldsnap.engines.weights.split import Split
 from coldsnap.engines.weights.waking import Waking, mapped_bytes
 from coldsnap.errors import AdmissionError
 from coldsnap.transfer.heap import trim_heap
 from coldsnap.transfer.memory import PreservedMemory, Region
-from coldsnap.transfer.native import NativeLibrary
+from coldsnap.transfer.native import NativeLibrary, packaged
 
 __all__ = ["Hooks", "WorkerMemory"]
 
 Reply = Mapping[str, Any]
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _nothing_with(_tags: Sequence[str]) -> None:
-    """Do nothing."""
-
-
-@frozen(kw_only=True)
-class Hooks:
-    """What the engine does around it.
-
-    Attributes:
-        before_release: Wait for the device, empty caches; the engine must be able to run on after it.
-        after_release: Give back what the release made superfluous.
-        before_hydrate: Make room; called with the tags.
-        after_hydrate: Put graphs and caches back; called with the tags, before the memory counts as awake.
-    """
-
-    before_release: Callable[[], None] = _nothing
-    after_release: Callable[[], None] = _nothing
-    before_hydrate: Callable[[Sequence[str]], None] = _nothing_with
-    after_hydrate: Callable[[Sequence[str]], None] = _nothing_with
 
 
 @frozen(kw_only=True)
@@ -107,6 +84,7 @@ class WorkerMemory:
         self._error = ""
         self._last: Asleep | None = None
         self._asleep: frozenset[str] = frozenset()
+        self._materializer = Materializer(memory, at=at, ended=self._leave_no_copy)
 
     @property
     def state(self) -> str:
@@ -115,7 +93,12 @@ class WorkerMemory:
 
     def operations(self) -> Mapping[str, Operation]:
         """Return what a rank answers."""
-        return {"release": self.release, "hydrate": self.hydrate, "memory": self.memory_status}
+        return {
+            "release": self.release,
+            "hydrate": self.hydrate,
+            "memory": self.memory_status,
+            "materialize": self.materialize,
+        }
 
     def memory_status(self, _request: Mapping[str, Any]) -> Reply:
         """Say what is mapped and what is asleep."""
@@ -127,6 +110,7 @@ class WorkerMemory:
                 "asleep": sorted(self._asleep),
                 "generation": self._last.generation.name if self._last else "",
                 "error": self._error,
+                "materialization": self._materializer.reply(),
             }
 
     def _sizes(self) -> dict[str, dict[str, int]]:
@@ -151,6 +135,7 @@ class WorkerMemory:
         with self._lock:
             if self._asleep:
                 return self._released_already(asked)
+            self._materializer.wait()  # it reads what would be given away
             return self._release(asked)
 
     def _released_already(self, asked: ReleaseRequest) -> Reply:
@@ -336,6 +321,28 @@ class WorkerMemory:
         )
 
     # Both ways
+
+    def materialize(self, request: Mapping[str, Any]) -> Reply:
+        """Write the pack of a generation out of memory that is awake; begin, and wait as long as the caller says.
+
+        Raises:
+            Busy: Some of it sleeps, or another pack is being written.
+            ArtifactError: The manifest is not the one that was named.
+            AdmissionError: It is not of this memory, or the store has no room.
+        """
+        asked = read_request(MaterializeRequest, request)
+        with self._lock:
+            if self._asleep:
+                raise Busy(f"{', '.join(sorted(self._asleep))} of this worker sleeps; wake the engine first")
+            named = asked.native_library is not None or asked.native_sha256 is not None
+            library = self._library(asked.native_library, asked.native_sha256, needed=True) if named else packaged()
+            self._materializer.start(asked, library)
+        self._materializer.wait(asked.wait_s)
+        return self._materializer.reply()
+
+    def settle(self) -> None:
+        """Wait for the end of a pack that is being written, before somebody else takes the memory away."""
+        self._materializer.wait()
 
     def _library(self, path: str | None, sha256: str | None, *, needed: bool) -> NativeLibrary | None:
         if not needed:

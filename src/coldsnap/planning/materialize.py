@@ -1,0 +1,98 @@
+"""Plans that give a store its packs again: at the end of a restore, or of an engine that serves.
+
+The one rule: nothing is written that an artifact does not name.
+"""
+
+from __future__ import annotations
+
+import os
+
+from coldsnap.artifact import Artifact
+from coldsnap.behaviour import engine_defaults
+from coldsnap.errors import UnsupportedError
+from coldsnap.host.facts import Facts
+from coldsnap.operation import Materialize
+from coldsnap.plan import Decision, Plan
+from coldsnap.planning.sleep import memory_provider
+from coldsnap.planning.weights import STORE
+from coldsnap.policy import Policy, ResolvedPolicy
+from coldsnap.steps import MaterializeEngine, MaterializePacks
+
+__all__ = ["materialize_steps", "plan_materialization", "require_materializable"]
+
+POLICY = "weights.native.materialize"
+
+
+def require_materializable(resolved: ResolvedPolicy, artifact: Artifact) -> None:
+    """Refuse to write packs of an artifact that names none.
+
+    Raises:
+        UnsupportedError: It has its weights in the image.
+    """
+    if resolved[POLICY] != "off" and artifact.descriptor.weights.payloads is None:
+        raise UnsupportedError(
+            f"{artifact.path} names no pack that could be written",
+            field=POLICY,
+            works='"off", or an artifact with packs',
+        )
+
+
+def materialize_steps(
+    resolved: ResolvedPolicy, store: str, *, after: str, timeout_s: float
+) -> tuple[MaterializePacks, ...]:
+    """Return what a restore does about packs that the store lacks, once the engine has given its first answer."""
+    if resolved[POLICY] == "off":
+        return ()
+    step = MaterializePacks(
+        id="materialize",
+        after=(after,),
+        store=store,
+        wait=resolved[POLICY] == "required",
+        native_library=resolved["io.native_library"] or "",
+        native_sha256=resolved["io.native_sha256"] or "",
+        timeout_s=timeout_s,
+    )
+    return (step,)
+
+
+def plan_materialization(policy: Policy, operation: Materialize, facts: Facts) -> Plan:
+    """Plan that a restored engine writes its packs.
+
+    Raises:
+        UnsupportedError: It has no memory provider, or was not restored from an artifact.
+    """
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=True))
+    run_dir, labels = str(operation.engine.run_dir), operation.engine.labels
+    provider = memory_provider(policy, operation.engine, facts)
+    if "artifact" not in labels:
+        raise UnsupportedError(
+            f"the engine in {run_dir} was launched and not restored, so no artifact says which pack it has",
+            field="engine",
+            works="an engine that was restored; this one can be captured (Capture)",
+        )
+    artifact = labels["artifact"]
+    store, why = os.path.join(os.path.dirname(artifact), STORE), "beside the artifact"
+    if operation.store is not None:
+        store, why = operation.store, "the operation names it"
+    elif facts.store is not None:
+        store, why = facts.store.root, "it was probed"
+    step = MaterializeEngine(
+        id="materialize",
+        run_dir=run_dir,
+        artifact=artifact,
+        store=store,
+        wait=operation.wait,
+        native_library=resolved["io.native_library"] or "",
+        native_sha256=resolved["io.native_sha256"] or "",
+        timeout_s=operation.timeout_s,
+    )
+    return Plan(
+        operation="materialize",
+        driver="none",
+        subject=f"the engine in {run_dir}",
+        steps=(step,),
+        decisions=(
+            Decision(name="memory provider", requested="", layer="", effective=provider, reason="as it was launched"),
+            Decision(name="store", requested="", layer="", effective=store, reason=why),
+        ),
+    )
