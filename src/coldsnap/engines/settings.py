@@ -131,6 +131,8 @@ def _preverified(mode: str) -> str:
 # The names made by the next three functions that this version acts on; those of native I/O all are.
 _ACTED_ON = {"DISK_SLEEP_DIR", "KV_CAPACITY_GUARD", "MODEL_ID", "MODEL_METADATA_SHA256", "MODEL_REVISION"}
 _ACTED_ON |= {"RECOVERY_WEIGHT_SOURCE", "VLLM_OVERRIDE_CUMEM"}
+# SGLang's.
+_ACTED_ON |= {"LIVE_BACKING", "RUNTIME_DIR"}
 
 
 def _recovery(suffix: str, leaf: str, default: str, meaning: str, projection: Projection = _text) -> Setting:
@@ -292,6 +294,7 @@ SETTINGS: tuple[Setting, ...] = (
         owner="controller",
         engine="sglang",
         default="0",
+        implemented=True,
         meaning="1: admit an immutable blob by its evidence record; set for preverified.",
         projection=_preverified,
     ),

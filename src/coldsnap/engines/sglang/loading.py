@@ -1,0 +1,53 @@
+"""The load observer around SGLang's loading of a model.
+
+SGLang's default loader makes an iterator of weights from a list of files, and hands it with the model to
+``load_weights_and_postprocess``. Both are hooked: the iterators bind what they yield, and the load with its
+post-processing runs under an observer; what a quantisation does to a parameter afterwards is seen, too.
+
+The one rule: that of vLLM's observer: observing is asked for before the engine is launched, and then it happens; what
+stands in its way ends the load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coldsnap.engines.sglang.contract import ITERATORS
+from coldsnap.engines.sglang.hooking import Hook, Wrapper
+from coldsnap.engines.vllm.loading import Loads, is_asked_for
+
+__all__ = ["SglangLoads", "is_asked_for", "loads"]
+
+_LOAD = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
+_READERS = "sglang.srt.model_loader.weight_utils"
+
+
+class DefaultModelLoader:
+    """Whose load it is, for whoever asks; SGLang calls the function that is hooked without one."""
+
+
+class SglangLoads(Loads):
+    """The loads of one process, by the model that was loaded."""
+
+    def hooks(self) -> tuple[Hook, ...]:
+        """Return what is hooked."""
+        return (
+            Hook(target=_LOAD, wrapper=self._load, parameters=("model", "weights", "target_device")),
+            *(
+                Hook(target=f"{_READERS}.{name}", wrapper=self._read, parameters=("hf_weights_files",))
+                for name in ITERATORS
+            ),
+        )
+
+    def _load(self, original: Wrapper, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model in self._by_model:
+            return original(model, *args, **kwargs)  # weights that are updated; what is where was seen at first
+        observed = self._observing(lambda _, *rest, **named: original(*rest, **named))
+        return observed(DefaultModelLoader(), model, *args, **kwargs)
+
+    def _read(self, original: Wrapper, *args: Any, **kwargs: Any) -> Any:
+        return self._binding(original)(*args, **kwargs)
+
+
+loads = SglangLoads()
+"""Those of this process."""
