@@ -128,7 +128,8 @@ def decide(resolved: ResolvedPolicy, context: Context) -> tuple[Decision, ...]:
     """Settle every leaf that the operation uses, with the reason for what it comes to."""
     rows = {"capture": _capture, "restore": _restore, "launch": _launch}[context.operation](resolved, context)
     namespace = resolved["process.namespace"]
-    return tuple(
+    native = () if context.operation == "launch" else native_decisions(resolved)
+    return native + tuple(
         Decision(
             name=path,
             requested=_text(resolved[path]),
@@ -187,8 +188,6 @@ _WRITING = (
     "io.reuse_blob",
     "io.queue_depth",
     "io.chunk_bytes",
-    "io.native_library",
-    "io.native_sha256",
 )
 _READING = (
     "io.hydration_backend",
@@ -196,9 +195,23 @@ _READING = (
     "io.verify_mode",
     "io.queue_depth",
     "io.chunk_bytes",
-    "io.native_library",
-    "io.native_sha256",
 )
+
+
+def native_decisions(resolved: ResolvedPolicy) -> tuple[Decision, ...]:
+    """Return what is settled of the native library: nothing, unless somebody chose one."""
+    reason = "everything native of this operation: digests, page images, and transfers in ranks"
+    return tuple(
+        Decision(
+            name=path,
+            requested=resolved[path],
+            layer=resolved.provenance[path],
+            effective=resolved[path],
+            reason=reason,
+        )
+        for path in ("io.native_library", "io.native_sha256")
+        if resolved[path]
+    )
 
 
 def _released(resolved: ResolvedPolicy, context: Context) -> _Rows:

@@ -51,7 +51,6 @@ from coldsnap.steps import (
     SettleWorkload,
     StopEngine,
 )
-from coldsnap.transfer.native import packaged
 
 __all__ = [
     "admit_engine",
@@ -85,6 +84,7 @@ def admit_host(session: Session, step: AdmitHost) -> Receipt:
     """Probe again: facts may be hours old, and from another boot."""
     host = probe(criu=step.criu or None).host("local")
     session.host = host
+    _ = session.library  # one that is not the pinned build is refused here, before anything is started
     if host.boot_id != step.boot_id:
         raise AdmissionError(f"{step.host} has been booted since its facts were probed; probe and resolve again")
     if host.criu is not None and host.criu.build_digest != step.criu_digest:
@@ -97,7 +97,7 @@ def admit_host(session: Session, step: AdmitHost) -> Receipt:
 def admit_output(session: Session, step: AdmitOutput) -> Receipt:
     """Take the output, so that nobody else can; it is given back unless the artifact is committed."""
     _require_outside(step.output, session.plan)
-    session.writer = session.stack.enter_context(ArtifactWriter.create(step.output, lanes=packaged()))
+    session.writer = session.stack.enter_context(ArtifactWriter.create(step.output, lanes=session.library))
     return Receipt(step=step.id, effective="free")
 
 

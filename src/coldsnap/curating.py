@@ -30,7 +30,6 @@ from coldsnap.steps import (
     PushArtifact,
     VerifyArtifact,
 )
-from coldsnap.transfer.native import packaged
 
 __all__ = [
     "admit_deletion",
@@ -57,7 +56,7 @@ def open_artifact(session: Session, step: OpenArtifact) -> Receipt:
 
 def verify(session: Session, step: VerifyArtifact) -> Receipt:
     """Admit every file and pack, and prove coverage."""
-    lanes = packaged()
+    lanes = session.library
     found = verify_artifact(
         _opened(session), Store(step.store, lanes=lanes) if step.store else None, step.mode, lanes=lanes
     )

@@ -218,7 +218,7 @@ def require_outside(session: Session, store: str, paths: list[Path]) -> int:
         extents = [(entry.offset, entry.size) for entry in _manifest(one).index]
         samples = draw(Store(store).path(one.pack_sha256), extents, SAMPLES, seed=session.name_capture())
         count += len(samples)
-        if found := search(paths, samples):
+        if found := search(paths, samples, library=session.library):
             first = found[0]
             places = ", ".join(owner_of(one.path, one.offset) for one in found[:3])
             raise IntegrityError(

@@ -32,7 +32,6 @@ from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.shrinking import feed_of
 from coldsnap.steps import AdmitArtifact, CompareAnswer, Reconnect, StageCapsule, StartKeeper, ThawTree, VerifyFiles
-from coldsnap.transfer.native import packaged
 
 SMALL_BYTES = 1 << 20
 """Up to this size a file is hashed before the start: a millisecond."""
@@ -112,9 +111,9 @@ def start_keeper(session: Session, step: StartKeeper) -> Receipt:
     return Receipt(step=step.id, effective=f"{step.namespace} namespaces", reason=f"run directory {run_dir}")
 
 
-def verify(_: Session, step: VerifyFiles) -> Receipt:
+def verify(session: Session, step: VerifyFiles) -> Receipt:
     """Compare every file with its evidence, or by digest; runs beside the thaw, and no answer is accepted before."""
-    admission = Artifact.open(step.artifact).verify(step.mode, lanes=packaged())
+    admission = Artifact.open(step.artifact).verify(step.mode, lanes=session.library)
     by_stat = sum(file.reason == "unchanged" for file in admission.files)
     return Receipt(
         step=step.id,
@@ -138,7 +137,9 @@ def stage(session: Session, step: StageCapsule) -> Receipt:
     )
     (captured,) = (listener for listener in capsule.listeners if listener.role == "api")
     rebind = n610.Rebind(port=captured.port, to_port=step.port, to_address=step.address)
-    session.staged = staged = n610.stage_tree(keeper, opened.path / capsule.path, rebind=rebind, feed=feed_of(step))
+    session.staged = staged = n610.stage_tree(
+        keeper, opened.path / capsule.path, rebind=rebind, feed=feed_of(session, step)
+    )
     session.stack.callback(staged.release)
     moved = staged.ports.moved
     return Receipt(

@@ -35,6 +35,7 @@ from coldsnap.keeper.tree import KILL_TIMEOUT_S
 from coldsnap.keeper.undo import STAYS_CLOSED
 from coldsnap.plan import Plan
 from coldsnap.receipts import Report
+from coldsnap.transfer.native import NativeLibrary, packaged
 from coldsnap.transfer.prefetch import Prefetch
 
 __all__ = ["Released", "Session"]
@@ -177,6 +178,17 @@ class Session:
             return None
         full = "; the filesystem of its run directory is full" if is_full(self.living.run_dir) else ""
         return f"{status.loss or f'{status.state} ({status.exit})'}{full}"
+
+    @property
+    def library(self) -> NativeLibrary | None:
+        """Return the native library that the policy names, its digest compared, or else that of this installation.
+
+        Raises:
+            NativeError: It is not there, or is another build.
+        """
+        named = {decision.name: decision.effective for decision in self.plan.decisions if decision.effective}
+        path, sha256 = named.get("io.native_library"), named.get("io.native_sha256")
+        return NativeLibrary.load(path, sha256=sha256) if path or sha256 else packaged()
 
     @property
     def watch(self) -> Watch:

@@ -36,6 +36,7 @@ def shrink(session: Session, step: ShrinkPages) -> Receipt:
         capsule,
         compression=step.compression,
         zero_pages=step.zero_pages,
+        library=session.library,
         workers=step.workers or len(os.sched_getaffinity(0)),
     )
     session.dumped = evolve(dumped, image_bytes=shrunk.image_bytes)
@@ -66,6 +67,6 @@ def stored_pages(shrunk: ShrunkPages | None) -> format9.Pages:
     )
 
 
-def feed_of(step: StageCapsule) -> Feed:
+def feed_of(session: Session, step: StageCapsule) -> Feed:
     """Return how the pages reach CRIU."""
-    return Feed(way="stream" if step.pages == "stream" else "rebuilt", workers=step.workers)
+    return Feed(way="stream" if step.pages == "stream" else "rebuilt", workers=step.workers, library=session.library)

@@ -10,6 +10,7 @@ from typing import cast
 
 from coldsnap.admission import require
 from coldsnap.artifact import Artifact
+from coldsnap.behaviour import native_decisions
 from coldsnap.operation import Delete, Publish, Verify
 from coldsnap.plan import Decision, Plan
 from coldsnap.policy import ResolvedPolicy
@@ -54,6 +55,7 @@ def plan_verification(resolved: ResolvedPolicy, operation: Verify) -> Plan:
             reason="files with valid evidence are admitted by stat" if mode == "evidence" else "every byte is read",
         ),
         _decided("packs", *(("verified", _packs(artifact)) if needs else ("left out", "the artifact names no pack"))),
+        *native_decisions(resolved),
     )
 
 

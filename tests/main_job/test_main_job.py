@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 import coldsnap as cs
+from coldsnap.drivers import n610
+from coldsnap.drivers.page_images import Feed, shrink_pages
 from coldsnap.engines.control import Ranks
+from coldsnap.keeper.client import Keeper
+from coldsnap.keeper.undo import CONTINUE, KILL
+from still_memory import STILL, private_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.criu, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -182,3 +189,43 @@ def days_later(artifact, port, tmp_path, criu, answers_exactly):
         time.sleep(6)  # vLLM looks after its own processes every five seconds
         assert answers_exactly(engine)
         assert engine.status().state == "running"
+
+
+def test_every_page_of_every_process_comes_back_as_it_was_dumped_compressed_or_not(
+    model, engine_python, criu, tmp_path, free_port
+):
+    capsule = tmp_path / "capsule"
+    capsule.mkdir(mode=0o700)
+    engine = spec(model, engine_python, tmp_path, 1)
+    launch = cs.Launch(evolve(engine, env={**engine.env, **STILL}), placement=cs.local(port=free_port))
+    with cs.execute(cs.resolve(cs.Policy(), launch, cs.probe(criu=criu))).engine as running:
+        with Keeper.connect(running.run_dir) as keeper, keeper.operation("capture", [CONTINUE]):
+            n610.dump_tree(keeper, criu, capsule, leave="stopped", timeout_s=120)
+            dumped = private_memory(keeper)  # stopped when CRIU let go of it: nothing has run since
+            keeper.signal(signal.SIGCONT, whom="tree")
+    assert len({pid for pid, _ in dumped}) >= 4  # front end, resource tracker, engine core, worker
+    assert len(dumped) * 4096 > 500e6
+
+    with thawed(tmp_path / "stored", capsule, criu, free_port, Feed()) as keeper:
+        assert differing(private_memory(keeper), dumped) == []
+    assert shrink_pages(capsule, compression="lz4").zero_bytes > 0
+    with thawed(tmp_path / "compressed", capsule, criu, free_port, Feed(way="stream")) as keeper:
+        assert differing(private_memory(keeper), dumped) == []
+
+
+@contextlib.contextmanager
+def thawed(run_dir, capsule, criu, port, feed):
+    """Bring a capsule back with every process stopped before its first instruction."""
+    keeper = Keeper.start(run_dir)
+    try:
+        with keeper.operation("restore", [KILL]):
+            rebind = n610.Rebind(port=port, to_port=port)
+            staged = n610.stage_tree(keeper, capsule, rebind=rebind, feed=feed)
+            n610.thaw_tree(keeper, criu, staged, timeout_s=120, leave="stopped")
+            yield keeper
+    finally:
+        keeper.stop(grace_s=0)
+
+
+def differing(one, other):
+    return [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]

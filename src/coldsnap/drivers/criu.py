@@ -171,6 +171,7 @@ class Criu:
         replace: Mapping[str, bytes] | None = None,
         pages: Mapping[str, int] | None = None,
         notify: Mapping[str, Notify] | None = None,
+        stopped: bool = False,
     ) -> int:
         """Bring a process tree back.
 
@@ -182,6 +183,7 @@ class Criu:
             pages: Descriptors of files of pages that the directory does not have; CRIU takes from them what it has
                 restored, so that no page is there twice.
             notify: By notification; ``post-restore`` brings the root's pid.
+            stopped: Leave every process stopped by SIGSTOP, before it has run an instruction of its own.
 
         Returns:
             The root's pid. It is a child of the spawner.
@@ -192,6 +194,7 @@ class Criu:
         """
         # The root becomes a child of CRIU's parent, the keeper: nobody else could reap it or see it end.
         options = {"log_file": "restore.log", "rst_sibling": True, "auto_dedup": bool(pages)}
+        options |= {"leave_stopped": True} if stopped else {}
         numbers = {name: PAGES_FD + index for index, name in enumerate(pages or {})}
         with _composed(images_fd, work_fd, replace or {}, numbers) as (seen_fd, started):
             fds = {IMAGES_FD: seen_fd, WORK_FD: work_fd, SHARED_FD: images_fd}
@@ -199,13 +202,14 @@ class Criu:
             work = _Work(fds=fds, timeout_s=timeout_s, notify=notify or {}, started=started)
             return int(self._work("RESTORE", options, work).restore.pid)
 
-    def restore_streamed(self, *, images_fd: int, work_fd: int, timeout_s: float) -> int:
+    def restore_streamed(self, *, images_fd: int, work_fd: int, timeout_s: float, stopped: bool = False) -> int:
         """Bring a process tree back whose images somebody serves on a socket in their directory (``page_stream``).
 
         Args:
             images_fd: The directory with the socket.
             work_fd: Directory for ``restore.log`` and the root's pid.
             timeout_s: Deadline, s.
+            stopped: Leave every process stopped.
 
         Returns:
             The root's pid. It is a child of the spawner.
@@ -218,6 +222,7 @@ class Criu:
         options = "--restore-detached --restore-sibling --stream --file-locks --link-remap --tcp-established -v4"
         options += f" --images-dir /proc/self/fd/{IMAGES_FD} --work-dir /proc/self/fd/{WORK_FD} --log-file restore.log"
         options += f" --libdir /proc/self/fd/{WORK_FD} --network-lock skip --manage-cgroups=ignore --pidfile {PIDFILE}"
+        options += " --leave-stopped" if stopped else ""
         argv = (self.path, "restore", "--no-default-config", *options.split())
         with local_spawner() if self._spawner is None else nullcontext(self._spawner) as spawner:
             fds = {IMAGES_FD: images_fd, WORK_FD: work_fd}

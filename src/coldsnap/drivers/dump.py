@@ -28,7 +28,7 @@ from coldsnap.drivers.volatile import ROOT, save_volatile
 from coldsnap.drivers.volatile_index import VolatileFiles
 from coldsnap.errors import ColdSnapError, DriverError
 
-__all__ = ["IMAGES", "DumpedTree", "dump_tree", "opened_directory"]
+__all__ = ["IMAGES", "DumpedTree", "await_stopped", "dump_tree", "opened_directory"]
 
 IMAGES = "images"
 LINK_REMAP = "link_remap."
@@ -123,11 +123,16 @@ def _other_names(paths: set[str]) -> set[str]:
         return {entry.path for entry in entries if entry.inode() in inodes}
 
 
-def _await_stopped(keeper: TreeKeeper) -> None:
+def await_stopped(keeper: TreeKeeper) -> None:
+    """Wait until every process of a tree to which SIGSTOP was sent stands still.
+
+    Raises:
+        DriverError: One does not.
+    """
     deadline = time.monotonic() + STOPPED_S
     while running := [process.pid for process in keeper.tree() if process.state not in "TZ"]:
         if time.monotonic() > deadline:
-            raise DriverError(f"the processes {running} did not stop after the dump", command="stop the tree")
+            raise DriverError(f"the processes {running} did not stop", command="stop the tree")
         time.sleep(POLL_S)
 
 
@@ -195,7 +200,7 @@ def dump_tree(
         with _running_unless_dumped(keeper):
             Criu(criu, keeper).dump(audit.pids[0], **directories, timeout_s=timeout_s, notify={"post-dump": frozen})
             if leave == "stopped":
-                _await_stopped(keeper)
+                await_stopped(keeper)
         dump_s = time.monotonic() - began
         return DumpedTree(
             root_pid=audit.pids[0],

@@ -63,11 +63,13 @@ class Feed:
             through pipes while CRIU restores.
         workers: Threads that decompress.
         backend: How they are read; auto: directly unless the page cache holds them.
+        library: libcoldsnap_io; by default the packaged one.
     """
 
     way: Literal["rebuilt", "stream"] = "rebuilt"
     workers: int = field(default=1, validator=validators.ge(1))
     backend: Backend = "auto"
+    library: NativeLibrary | None = None
 
 
 @frozen(kw_only=True)
@@ -287,13 +289,12 @@ def page_images(images_fd: int) -> Mapping[str, str]:
     return {name.removesuffix(SUFFIX) + RAW: name for name in names}
 
 
-def rebuild_pages(images_fd: int, feed: Feed, *, library: NativeLibrary | None = None) -> RebuiltPages:
+def rebuild_pages(images_fd: int, feed: Feed) -> RebuiltPages:
     """Bring the compressed files of pages of a capsule back, in memory; without any there is nothing to do.
 
     Args:
         images_fd: The directory of images.
         feed: How.
-        library: libcoldsnap_io; by default the packaged one.
 
     Returns:
         Descriptors for CRIU; close them after the thaw.
@@ -313,7 +314,7 @@ def rebuild_pages(images_fd: int, feed: Feed, *, library: NativeLibrary | None =
             'with io.image_compression = "none"',
             command="rebuild the images",
         )
-    library = library or NativeLibrary.load()
+    library = feed.library or NativeLibrary.load()
     fds: dict[str, int] = {}
     with ExitStack() as undo:
         moved = []

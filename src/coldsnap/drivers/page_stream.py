@@ -190,7 +190,7 @@ def serving(
     os.mkdir(name, 0o700, dir_fd=work_fd)
     directory_fd = os.open(name, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC, dir_fd=work_fd)
     try:
-        server = ImageServer(directory_fd, images_fd, replace, feed, NativeLibrary.load())
+        server = ImageServer(directory_fd, images_fd, replace, feed, feed.library or NativeLibrary.load())
         try:
             yield server
         except DriverError as error:

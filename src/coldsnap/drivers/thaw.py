@@ -11,12 +11,13 @@ import stat
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from attrs import field, frozen
 
 from coldsnap.drivers.base import TreeKeeper, end_process
 from coldsnap.drivers.criu import Criu
-from coldsnap.drivers.dump import IMAGES, opened_directory
+from coldsnap.drivers.dump import IMAGES, await_stopped, opened_directory
 from coldsnap.drivers.images import FilesImage, read_claims, read_pids
 from coldsnap.drivers.page_images import Feed, RebuiltPages, figures, page_images, rebuild_pages
 from coldsnap.drivers.page_stream import serving
@@ -268,20 +269,28 @@ def _end_restored(keeper: TreeKeeper, pids: Iterable[int]) -> None:
 
 
 def _restore(
-    criu: Criu, staged: StagedTree, images_fd: int, work_fd: int, timeout_s: float
+    criu: Criu, staged: StagedTree, images_fd: int, work_fd: int, *, timeout_s: float, stopped: bool
 ) -> tuple[int, tuple[ImageMoved, ...]]:
     """Have CRIU restore; return the root's pid, and what bringing its pages took."""
     replace = {FilesImage.NAME: staged.image.encode()} if staged.image.edited else {}
     if staged.feed.way == "rebuilt" or not page_images(images_fd):
-        pages = staged.pages.fds
-        root = criu.restore(images_fd=images_fd, work_fd=work_fd, timeout_s=timeout_s, replace=replace, pages=pages)
+        how: dict[str, Any] = {"work_fd": work_fd, "timeout_s": timeout_s, "stopped": stopped}
+        root = criu.restore(images_fd=images_fd, replace=replace, pages=staged.pages.fds, **how)
         return root, staged.pages.moved
     with serving(images_fd, work_fd, replace, staged.feed) as server:
-        root = criu.restore_streamed(images_fd=server.directory_fd, work_fd=work_fd, timeout_s=timeout_s)
+        shown = server.directory_fd
+        root = criu.restore_streamed(images_fd=shown, work_fd=work_fd, timeout_s=timeout_s, stopped=stopped)
     return root, tuple(server.moved)
 
 
-def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeout_s: float) -> ThawedTree:
+def thaw_tree(
+    keeper: TreeKeeper,
+    criu: str | Path,
+    staged: StagedTree,
+    *,
+    timeout_s: float,
+    leave: Literal["running", "stopped"] = "running",
+) -> ThawedTree:
     """Bring a staged tree back under its keeper.
 
     Args:
@@ -289,6 +298,8 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
         criu: The executable.
         staged: From :func:`stage_tree`.
         timeout_s: Deadline, s.
+        leave: What becomes of it; stopped: by SIGSTOP, before it has run an instruction of its own, so that what it
+            has in memory can be compared with what was dumped.
 
     Returns:
         The tree. The keeper has adopted its root.
@@ -308,9 +319,13 @@ def thaw_tree(keeper: TreeKeeper, criu: str | Path, staged: StagedTree, *, timeo
             staged.image.forget_sizes(grown)
             _await_pids(keeper.proc_fd, claims)
             pids, waited = captured, time.monotonic()
-            root, moved = _restore(Criu(criu, keeper), staged, images_fd, work_fd, timeout_s)
+            root, moved = _restore(
+                Criu(criu, keeper), staged, images_fd, work_fd, timeout_s=timeout_s, stopped=leave == "stopped"
+            )
             thawed = time.monotonic()
             keeper.adopt(root)
+            if leave == "stopped":
+                await_stopped(keeper)
     except BaseException:
         _end_restored(keeper, pids)
         staged.discard(keeper)
