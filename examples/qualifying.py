@@ -1,16 +1,18 @@
 """What qualifications of engines share: cold starts, a capture and restores of one engine, in one run, bounded in time.
 
-Used by ``qualify_vllm.py``. Parts run in the order of what they are worth, each writes the figures so far, and what the
-time did not allow, or what failed, is a row that says so: a figure that is missing is never a figure that is good.
+Used by ``qualify_vllm.py``; ``showing.py`` shows the figures. Parts run in the order of what they are worth, each
+writes the figures so far, and what the time did not allow, or what failed, is a row that says so: a figure that is
+missing is never a figure that is good.
 
 Every time is from the call that asks for it to the first token of an answer, admission included. Keys of the JSON:
 ``machine``, ``engine``, ``rows`` (name → ``seconds``, one for each repeat, ``note``), ``not_run`` (name → reason),
 ``split`` (of each hot restore: step → s), ``requests`` (``first_s``, ``tenth_s``, ``tokens_per_s`` before the capture
 and after each restore), ``sizes`` (bytes by kind), ``receipts`` (of the capture: step → what was done), ``exact``
-(answers compared, and how many were different), ``digests`` (``tensors`` that the engine's ranks had before the
-capture, ``comparisons`` of all of them after a restore, ``different``: when → names), ``speedup`` (slowest hot restore
-against the fastest warm-cache cold start), ``over_baseline`` (the same restore against the engine's own sleep and
-reload, where it has them).
+(answers compared, and how many were different), ``restored`` (receipts of the last hot restore), ``second_capture``
+(``new_pack_bytes`` of a capture with another KV cache, ``packs`` its bytes in packs), ``digests`` (``tensors`` that the
+engine's ranks had before the capture, ``comparisons`` of all of them after a restore, ``different``: when → names),
+``speedup`` (slowest hot restore against the fastest warm-cache cold start), ``over_baseline`` (the same restore against
+the engine's own sleep and reload, where it has them).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ PROMPTS = (
     "def fibonacci(n):",
     "1 2 3 4 5 6 7",
 )
-STEADY_TOKENS = 256
+STEADY_TOKENS = 1024
+RATES = 3
 DIGEST_TIMEOUT_S = 600.0
 
 Baseline = Callable[[str], float]
@@ -68,6 +71,30 @@ def ask(url: str, model: str, prompt: str, tokens: int) -> tuple[list[int], floa
                     ids += choice.get("token_ids") or []
                     first_s = first_s or (time.monotonic() - begin if ids else 0.0)
     return ids, first_s, time.monotonic() - begin
+
+
+def steady_rate(url: str, model: str, tokens: int) -> float:
+    """Return the tokens/s of one long answer: two lengths, so that neither prefill nor the request itself is in it."""
+
+    def seconds(length: int) -> float:
+        body = {"model": model, "prompt": PROMPTS[2], "max_tokens": length, "temperature": 0, "ignore_eos": True}
+        begin = time.monotonic()
+        # One reply at the end: a stream would measure this client too.
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=300, headers={"Connection": "close"})
+        response.raise_for_status()
+        return time.monotonic() - begin
+
+    few = max(1, tokens // 8)
+    return (tokens - few) / max(seconds(tokens) - seconds(few), 1e-9)
+
+
+def receipts_of(report: cs.Report) -> dict[str, Any]:
+    """Return what was done by step, without what a doctor only notes."""
+    return {
+        one.step: {"effective": one.effective, "reason": one.reason, "bytes": one.bytes}
+        | {name: value for name, value in one.details.items() if not name.startswith(("note ", "spoils "))}
+        for one in report.receipts
+    }
 
 
 def evict(paths: Sequence[Path]) -> None:
@@ -158,10 +185,7 @@ class Qualification:
             self.row(f"capture: {step}", report.timeline.between(step))
         self.row("capture, whole", report.timeline.seconds)
         self.result["sizes"] = dict(cs.Artifact.open(output).size_bytes)
-        self.result["receipts"] = {
-            one.step: {"effective": one.effective, "reason": one.reason, "bytes": one.bytes, **one.details}
-            for one in report.receipts
-        }
+        self.result["receipts"] = receipts_of(report)
 
     def restores(self, name: str, count: int, *, cold: bool = False) -> None:
         """Restore, compare, measure and stop, several times."""
@@ -178,6 +202,7 @@ class Qualification:
                 self.row(name, report.answer_s or 0.0)
                 if not cold:
                     self.result["split"].append({span.name: span.seconds for span in report.timeline.spans})
+                    self.result["restored"] = receipts_of(report)
                 self.compare([ids for ids, _, _ in self.asked(engine)])
                 self.compare_digests(engine, f"{name} {number + 1}")
                 self.requests(engine, f"{name} {number + 1}")
@@ -201,6 +226,19 @@ class Qualification:
                 self.compare([ids for ids, _, _ in self.asked(engine)])
                 if number == 0:
                     self.part_of_start(engine, baseline)
+                if number == self.options.cold_starts - 1 and spec.args != self.spec.args:
+                    self.part("second capture, another KV cache", lambda: self.second_capture(engine))
+
+    def second_capture(self, engine: cs.Engine) -> None:
+        """Capture the same model with another KV cache: its weights are in the store already."""
+        output = self.work / "second"
+        report = self.execute(cs.Capture(engine, output=output, answer_tokens=self.options.tokens))
+        receipts = receipts_of(report)
+        self.result["second_capture"] = {
+            "new_pack_bytes": receipts.get("release", {}).get("new_pack_bytes"),
+            "packs": cs.Artifact.open(output).size_bytes.get("packs", 0),
+        }
+        self.row("second capture, another KV cache", report.timeline.seconds)
 
     def part_of_start(self, engine: cs.Engine, baseline: Baseline | None) -> None:
         """Measure the engine's own way of sleeping, as a baseline."""
@@ -282,8 +320,7 @@ class Qualification:
         """Measure the first and the tenth request from now, and steady tokens/s."""
         url, model = engine.endpoint.url, self.spec.served_model
         seconds = [ask(url, model, f"{PROMPTS[1]} {number}", 16)[2] for number in range(10)]
-        ids, first_s, whole_s = ask(url, model, PROMPTS[2], self.options.steady_tokens)
-        rate = (len(ids) - 1) / max(whole_s - first_s, 1e-9)
+        rate = statistics.median(steady_rate(url, model, self.options.steady_tokens) for _ in range(RATES))
         self.result["requests"].append(
             {"when": when, "first_s": seconds[0], "tenth_s": seconds[9], "tokens_per_s": rate}
         )
@@ -305,55 +342,6 @@ def machine() -> str:
     gpus = ", ".join(gpu.name for gpu in host.gpus) or "no GPU"
     memory = f"{host.memory.total_bytes / 2**30:.0f} GiB"
     return f"{host.cpu.model}, {host.cpu.cores} cores, {memory}, {gpus}, kernel {platform.release()}"
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """Return the figures as a table."""
-    lines = ["", result["machine"], ""]
-    for name, row in result["rows"].items():
-        seconds = row["seconds"]
-        lines.append(
-            f"{name:<48} {statistics.median(seconds):8.2f} s  median of {len(seconds)}"
-            + (f", {min(seconds):.2f} to {max(seconds):.2f}" if len(seconds) > 1 else "")
-            + (f"; {row['note']}" if row["note"] else "")
-        )
-    lines += [f"{name:<48} not run: {reason}" for name, reason in result["not_run"].items()]
-    for one in result["requests"]:
-        text = f"{one['first_s']:.3f} s first, {one['tenth_s']:.3f} s tenth, {one['tokens_per_s']:.1f} tokens/s"
-        lines.append(f"{'requests, ' + one['when']:<48} {text}")
-    lines += [f"{name:<48} {size / 1e6:10.1f} MB" for name, size in result.get("sizes", {}).items()]
-    for name in ("speedup", "over_baseline"):
-        if result.get(name):
-            lines.append(f"{name:<48} {result[name]:8.1f} x")
-    digests = result["digests"]
-    wrong = sum(len(names) for names in digests["different"].values())
-    lines.append(f"{'tensors compared':<48} {digests['tensors'] * digests['comparisons']:8d}    different: {wrong}")
-    exact = result["exact"]
-    lines.append(f"{'answers compared':<48} {exact['answers']:8d}    different: {exact['different']}")
-    return "\n".join(lines)
-
-
-def plot(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw the rows as bars, and the hot restores' steps."""
-    from matplotlib.figure import Figure
-
-    rows = {name: statistics.median(row["seconds"]) for name, row in result["rows"].items()}
-    figure = Figure(figsize=(9, 0.35 * (len(rows) + len(result["split"])) + 2), layout="constrained")
-    upper, lower = figure.subplots(2)
-    upper.barh(list(rows), list(rows.values()))
-    upper.set_xscale("log")
-    for number, split in enumerate(result["split"]):
-        left = 0.0
-        for step, seconds in split.items():
-            lower.barh(number, seconds, left=left, label=step if number == 0 else None)
-            left += seconds
-    for axes in (upper, lower):
-        axes.invert_yaxis()
-        axes.set_xlabel("seconds")
-    if result["split"]:
-        lower.legend(ncols=4, fontsize="x-small")
-        lower.set_title("steps of the hot restores (some run side by side)")
-    figure.savefig(path)
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:

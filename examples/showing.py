@@ -1,0 +1,62 @@
+"""A qualification's figures for people: a table, and a plot.
+
+The one rule: nothing is left out. What did not run is a line that says why.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return the figures as a table."""
+    lines = ["", result["machine"], ""]
+    for name, row in result["rows"].items():
+        seconds = row["seconds"]
+        lines.append(
+            f"{name:<48} {statistics.median(seconds):8.2f} s  median of {len(seconds)}"
+            + (f", {min(seconds):.2f} to {max(seconds):.2f}" if len(seconds) > 1 else "")
+            + (f"; {row['note']}" if row["note"] else "")
+        )
+    lines += [f"{name:<48} not run: {reason}" for name, reason in result["not_run"].items()]
+    for one in result["requests"]:
+        text = f"{one['first_s']:.3f} s first, {one['tenth_s']:.3f} s tenth, {one['tokens_per_s']:.1f} tokens/s"
+        lines.append(f"{'requests, ' + one['when']:<48} {text}")
+    lines += [f"{name:<48} {size / 1e6:10.1f} MB" for name, size in result.get("sizes", {}).items()]
+    if second := result.get("second_capture"):
+        lines.append(f"{'new pack bytes of the second capture':<48} {second['new_pack_bytes']} of {second['packs']}")
+    for name in ("speedup", "over_baseline"):
+        if result.get(name):
+            lines.append(f"{name:<48} {result[name]:8.1f} x")
+    digests = result["digests"]
+    wrong = sum(len(names) for names in digests["different"].values())
+    lines.append(f"{'tensors compared':<48} {digests['tensors'] * digests['comparisons']:8d}    different: {wrong}")
+    exact = result["exact"]
+    lines.append(f"{'answers compared':<48} {exact['answers']:8d}    different: {exact['different']}")
+    return "\n".join(lines)
+
+
+def plot(path: Path, result: Mapping[str, Any]) -> None:
+    """Draw the rows as bars, and the hot restores' steps."""
+    from matplotlib.figure import Figure
+
+    rows = {name: statistics.median(row["seconds"]) for name, row in result["rows"].items()}
+    figure = Figure(figsize=(9, 0.35 * (len(rows) + len(result["split"])) + 2), layout="constrained")
+    upper, lower = figure.subplots(2)
+    upper.barh(list(rows), list(rows.values()))
+    upper.set_xscale("log")
+    for number, split in enumerate(result["split"]):
+        left = 0.0
+        for step, seconds in split.items():
+            lower.barh(number, seconds, left=left, label=step if number == 0 else None)
+            left += seconds
+    for axes in (upper, lower):
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds")
+    if result["split"]:
+        lower.legend(ncols=4, fontsize="x-small")
+        lower.set_title("steps of the hot restores (some run side by side)")
+    figure.savefig(path)
