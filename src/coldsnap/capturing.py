@@ -14,6 +14,7 @@ from pathlib import Path
 from coldsnap.accelerating import prepare
 from coldsnap.artifact import ArtifactWriter
 from coldsnap.artifact.durable import COMMITTED
+from coldsnap.artifact.held import KEPT_FOR
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.endpoint import await_ready, log_tail
@@ -193,7 +194,7 @@ def attach(session: Session, step: AttachEngine) -> Receipt:
         raise
     session.take(keeper)
     if session.writer is not None:
-        keeper.undo(remove(session.writer.path, unless=COMMITTED))
+        keeper.undo(remove(session.writer.path, unless=COMMITTED, kept=KEPT_FOR))
     mismatches = [*_not_as_planned(session, keeper), *_asleep(session)]
     if mismatches:
         raise AdmissionError(f"the engine in {step.run_dir} cannot be captured under this policy", mismatches)

@@ -13,7 +13,14 @@ from pathlib import Path
 from attrs import evolve
 
 from coldsnap.artifact import Artifact, remove_committed
-from coldsnap.artifact.collect import STAMP_ERROR_NS, Deleted, captures_below, delete_artifact, verify_artifact
+from coldsnap.artifact.collect import (
+    STAMP_ERROR_NS,
+    Deleted,
+    captures_below,
+    delete_artifact,
+    unfinished,
+    verify_artifact,
+)
 from coldsnap.artifact.held import user_of
 from coldsnap.artifact.hub import Hub
 from coldsnap.artifact.oci import push
@@ -83,7 +90,7 @@ def admit_deletion(session: Session, step: AdmitDeletion) -> Receipt:
         raise ArtifactError(f"{opened.path} is in use by {user}; wait for its end and delete again")
     if writing := next(captures_below(map(Path, step.roots)), None):
         raise ArtifactError(
-            f"a capture is writing {writing}, which may name the packs of {opened.path}; wait for its end and delete "
+            f"{unfinished(writing)}, which may name the packs of {opened.path}; wait for its end and delete "
             "again, or delete without a store"
         )
     _verdict(opened, None, step.roots)
@@ -117,7 +124,7 @@ def collect_packs(session: Session, step: CollectPacks) -> Receipt:
     sizes = {pack.sha256: pack.bytes for pack in store.packs()}
     for sha256 in found.packs_deleted:
         if writing is not None:
-            left[sha256] = f"a capture is writing {writing}"
+            left[sha256] = unfinished(writing)
         elif sha256 not in sizes:
             left[sha256] = "not in this store"
         elif step.dry_run or store.delete(sha256, unless_used_since_ns=since_ns):

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coldsnap.artifact.durable import remove_uncommitted
+from coldsnap.artifact.held import KEPT_FOR, is_kept, kept_for
 from coldsnap.artifact.store import Store
 from coldsnap.engines.specs import spec_of_running, was_launched_releasing
 from coldsnap.errors import EngineError
 from coldsnap.hydrating import reading_of
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.handle import Engine as Handle
+from coldsnap.keeper.layout import SLEEP
 from coldsnap.keeper.undo import control
 from coldsnap.receipts import Receipt
 from coldsnap.releasing import release_request, require_seen
@@ -62,10 +65,21 @@ def wake(session: Session, step: WakeEngine) -> Receipt:
     if _states(after) == {"awake"}:
         ranks.reset_prefix_cache() if _states(before) != {"awake"} else None
         ranks.resume()
+        _let_go(Path(step.run_dir))
     did = any(reply["mapped"] for reply in replies.values())
     seconds = {f"{name}_s": float(value) for reply in replies.values() for name, value in reply["seconds"].items()}
     told = "it was awake already" if _states(before) == {"awake"} else "awake" if did else "unchanged"
     return _done(session, step.id, told, after, seconds)
+
+
+def _let_go(run_dir: Path) -> None:
+    """Remove what a failed capture left to the engine: its memory has it back."""
+    link = run_dir / SLEEP / KEPT_FOR
+    if link.is_symlink():
+        output = link.readlink()
+        if is_kept(output) and kept_for(output) == run_dir:
+            remove_uncommitted(output, woken=True)
+        link.unlink()
 
 
 def inspect(session: Session, step: InspectEngine) -> Receipt:

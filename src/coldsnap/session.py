@@ -32,7 +32,7 @@ from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Endpoint, read_directive
 from coldsnap.keeper.rundir import is_full
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
-from coldsnap.keeper.undo import STAYS_CLOSED
+from coldsnap.keeper.undo import KEPT, STAYS_CLOSED
 from coldsnap.plan import Plan
 from coldsnap.receipts import Report
 from coldsnap.transfer.native import NativeLibrary, packaged
@@ -212,14 +212,16 @@ class Session:
             return f"the keeper could not be reached to undo the operation: {error}"
         finally:
             keeper.close()
+        kept = any(one.startswith(KEPT) for one in done)
+        if kept and self.writer is not None:
+            self.writer.leave()
         undone = "; ".join(done) or "nothing had to be undone"
         if status is None:
             return f"nothing is left running ({undone})"
         if status.loss:
             return f"the engine does not serve: {status.loss} ({undone})"
         if STAYS_CLOSED in done:
-            # What a capture wrote is removed with its output; what a sleep wrote is still there.
-            todo = "put right what is missing and wake it (Wake)" if self.plan.operation == "sleep" else "stop it"
+            todo = "put right what is missing and wake it (Wake), or stop it"
             closed = f"the engine is {status.state}, but its memory is not back, and its door stays closed"
             return f"{closed}; {todo} ({undone})"
         return f"the engine is {status.state} as before ({undone})"

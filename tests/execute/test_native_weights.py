@@ -14,8 +14,11 @@ from attrs import evolve
 from lab import Lab, ask, changed, kill_rank, port_is_free, tagged, until, unused_port
 
 import coldsnap as cs
+from coldsnap.artifact.collect import collect
+from coldsnap.artifact.store import Store
 from coldsnap.errors import (
     AdmissionError,
+    ArtifactError,
     ColdSnapError,
     EngineError,
     IntegrityError,
@@ -412,6 +415,53 @@ def test_an_engine_whose_memory_cannot_come_back_answers_nobody_until_it_is_awak
     flip(pack, keep_mtime=True)
     lab.run(cs.Wake(other.engine))
     assert ask(other.engine) == other.answer
+
+
+@pytest.fixture
+def lost(lab, home):
+    """An engine whose capture failed, and whose weights could not be brought back: its pack is spoilt."""
+    engine = lab.launch(lab.engine(weights=str(home.checkpoint)))
+    answer, output, store = ask(engine), lab.output(), lab.directory / "store"
+
+    def spoil(step, when, *, keeper_pid):
+        if (step, when) == ("dump", "after"):
+            flip(next(store.rglob("*.pack")), keep_mtime=True)
+            raise OSError("the capture failed")
+
+    with pytest.raises(StepError, match="the capture failed") as failed:
+        lab.capture(engine, output=output, store=store, then="keep", fault_point=spoil)
+    (pack,) = store.rglob("*.pack")
+    return SimpleNamespace(engine=engine, answer=answer, output=output, store=store, pack=pack, error=failed.value)
+
+
+def test_an_engine_whose_failed_capture_cannot_be_undone_is_woken_later(lab, other, lost):
+    assert "memory is not back, and its door stays closed; put right what is" in lost.error.report.workload
+    assert f"kept {lost.output}, which has what the memory held" in lost.error.report.workload
+    with pytest.raises(
+        ArtifactError, match=f"the output .* has what the memory of the engine in {lost.engine.run_dir}"
+    ):
+        lab.capture(other.engine, output=lost.output, store=lost.store, then="keep")
+    with pytest.raises(ArtifactError, match="not an artifact|not committed|interrupted"):
+        cs.Artifact.open(lost.output)
+    with pytest.raises(ArtifactError, match=f"the engine in {lost.engine.run_dir}, whose memory is not back, needs"):
+        collect(Store(lost.store), [lab.directory], grace_s=0)
+
+    flip(lost.pack, keep_mtime=True)
+    lab.run(cs.Wake(lost.engine))
+
+    assert ask(lost.engine) == lost.answer
+    assert not lost.output.exists()
+    lab.capture(lost.engine, output=lost.output, store=lost.store, then="keep")
+    assert ask(lost.engine) == lost.answer
+
+
+def test_what_a_failed_capture_left_to_an_engine_ends_with_it(lost):
+    assert lost.output.exists()
+
+    lost.engine.stop(grace_s=0)
+
+    assert not lost.output.exists()
+    assert not lost.engine.run_dir.exists()
 
 
 def test_what_an_engine_wrote_when_it_fell_asleep_ends_with_it(lab, home):

@@ -5,10 +5,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from keeper_world import get, kill, sigkill, tagged, until
 
+from coldsnap.artifact.held import is_kept, kept_for
 from coldsnap.errors import EngineError, StepError
 from coldsnap.keeper import journal, layout
 from coldsnap.keeper.client import Exit, Keeper
@@ -292,18 +294,55 @@ def test_the_door_is_not_opened_when_memory_is_not_back(private):
     assert resumed == "asked nobody to resume, since memory is not back"
 
 
+@pytest.fixture
+def kept(private):
+    """A keeper whose operation left a directory to its engine, since the memory of that one is not back."""
+    output = private.base / "output"
+    output.mkdir()
+    keeper = private.start()
+    keeper.spawn_engine(["sleep", "100"], env=private.env, cwd="/")
+    (keeper.rank_dir / "control" / "worker.7.sock").touch()
+    keeper.begin("capture", [remove(output, unless="artifact.json", kept="kept-for"), control("hydrate")])
+
+    _, told = keeper.abort()
+
+    assert told == f"kept {output}, which has what the memory held"
+    return SimpleNamespace(keeper=keeper, output=output)
+
+
+def test_what_the_memory_held_is_kept_with_links_there_and_back(kept):
+    assert is_kept(kept.output)
+    assert kept.keeper.run_dir == kept_for(kept.output)
+    assert kept.output == (kept.keeper.run_dir / "sleep" / "kept-for").readlink()
+
+
+def test_what_was_kept_goes_when_the_engine_ends(kept):
+    kept.keeper.stop(grace_s=0)
+
+    assert not kept.output.exists()
+
+
+def test_what_lies_in_the_place_of_what_was_kept_stays(kept):
+    (kept.output / "kept-for").unlink()  # somebody removed it, and has made something else there
+
+    kept.keeper.stop(grace_s=0)
+
+    assert kept.output.exists()
+
+
 @pytest.mark.parametrize(
     "entry",
     [
         {"kind": "format-disk"},
         {"kind": "remove"},
-        {"kind": "remove", "path": "relative", "unless": ""},
-        {"kind": "remove", "path": "/", "unless": ""},
-        {"kind": "remove", "path": "/etc", "unless": ""},
-        {"kind": "remove", "path": "/etc/../etc/x", "unless": ""},
-        {"kind": "remove", "path": "//etc/x", "unless": ""},
-        {"kind": "remove", "path": "/tmp/x", "unless": "../y"},
-        {"kind": "remove", "path": 7, "unless": ""},
+        {"kind": "remove", "path": "relative", "unless": "", "kept": ""},
+        {"kind": "remove", "path": "/", "unless": "", "kept": ""},
+        {"kind": "remove", "path": "/etc", "unless": "", "kept": ""},
+        {"kind": "remove", "path": "/etc/../etc/x", "unless": "", "kept": ""},
+        {"kind": "remove", "path": "//etc/x", "unless": "", "kept": ""},
+        {"kind": "remove", "path": "/tmp/x", "unless": "../y", "kept": ""},
+        {"kind": "remove", "path": "/tmp/x", "unless": "", "kept": "../y"},
+        {"kind": "remove", "path": 7, "unless": "", "kept": ""},
         {"kind": "kill", "path": "/tmp/x"},
         "kill",
     ],

@@ -92,7 +92,7 @@ def test_an_operation_is_undone_without_room_to_say_so(private, tmp_path):
         half.mkdir()
         keeper = private.start(root / "engine")
         private.serve(keeper)
-        keeper.begin("capture", [{"kind": "remove", "path": str(half), "unless": ""}])
+        keeper.begin("capture", [{"kind": "remove", "path": str(half), "unless": "", "kept": ""}])
         fill(root)
 
         keeper.abort()

@@ -17,7 +17,7 @@ from coldsnap.artifact.admission import Admission
 from coldsnap.artifact.committed import Artifact
 from coldsnap.artifact.durable import COMMITTED, is_uncommitted, remove_committed, remove_partials
 from coldsnap.artifact.evidence import TreeAdmission, Verify
-from coldsnap.artifact.held import is_held
+from coldsnap.artifact.held import is_held, is_kept, kept_for
 from coldsnap.artifact.lanes import Lanes
 from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.artifact.store import Store, StoredPack
@@ -31,6 +31,7 @@ __all__ = [
     "captures_below",
     "collect",
     "delete_artifact",
+    "unfinished",
     "verify_artifact",
 ]
 
@@ -183,20 +184,27 @@ def collect(
 
 
 def captures_below(roots: Iterable[Path]) -> Iterator[Path]:
-    """Yield the directories that captures are writing now."""
+    """Yield the directories that captures are writing now, or that are kept for an engine whose capture failed."""
     for root in roots:
         for directory, names, _ in os.walk(root):
             path = Path(directory)
             if is_uncommitted(path):
                 names.clear()
-                if is_held(path):
+                if is_held(path) or is_kept(path):
                     yield path
+
+
+def unfinished(path: Path) -> str:
+    """Say what is the matter with one of :func:`captures_below`."""
+    if is_held(path):
+        return f"a capture is writing {path}"
+    return f"the engine in {kept_for(path)}, whose memory is not back, needs {path}"
 
 
 def _require_no_capture(roots: Iterable[Path]) -> None:
     """Refuse while an artifact is being written: it may name packs that nobody else does, and cannot be read yet."""
     if writing := next(captures_below(roots), None):
-        raise ArtifactError(f"a capture is writing {writing}, which may name packs of the store; wait for its end")
+        raise ArtifactError(f"{unfinished(writing)}, which may name packs of the store; wait for its end")
 
 
 def _size(path: Path) -> int:

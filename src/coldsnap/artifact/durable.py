@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from coldsnap.artifact.held import user_of
+from coldsnap.artifact.held import is_kept, kept_for, user_of
 from coldsnap.errors import ArtifactError
 
 __all__ = [
@@ -192,6 +192,7 @@ class StagedDirectory:
 
     def __init__(self, path: Path, at: FaultPoint) -> None:
         self.path = path
+        self.stays = False
         self._at = at
 
     def commit(self, descriptor: bytes) -> None:
@@ -246,9 +247,9 @@ def staged_directory(final: Path, *, at: FaultPoint = unharmed) -> Iterator[Stag
             remove_tree(born)
             raise ArtifactError(f"the output {final} cannot be created: {error.strerror}; choose another") from error
         try:
-            yield StagedDirectory(final, at)
+            yield (staged := StagedDirectory(final, at))
         finally:
-            if not is_committed(final):
+            if not staged.stays and not is_committed(final):
                 _remove_aside(final)
     finally:
         os.close(fd)
@@ -264,11 +265,12 @@ def is_uncommitted(path: Path) -> bool:
     return (path / UNCOMMITTED).is_file() and not is_committed(path)
 
 
-def remove_uncommitted(path: Path, *, at: FaultPoint = unharmed) -> bool:
+def remove_uncommitted(path: Path, *, woken: bool = False, at: FaultPoint = unharmed) -> bool:
     """Remove what an interrupted capture left at ``path``; never a committed artifact, never anything else.
 
     Args:
         path: An output path.
+        woken: Whether the engine needs it no more for which it was kept.
         at: Fault point.
 
     Returns:
@@ -281,6 +283,11 @@ def remove_uncommitted(path: Path, *, at: FaultPoint = unharmed) -> bool:
         return False
     if path.is_symlink() or not is_uncommitted(path):
         raise ArtifactError(f"the output {path} already exists; delete it or choose another")
+    if is_kept(path) and not woken:
+        raise ArtifactError(
+            f"the output {path} has what the memory of the engine in {kept_for(path)} held, whose capture failed; wake "
+            "that engine (Wake) or stop it, or choose another output"
+        )
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:

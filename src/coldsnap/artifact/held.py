@@ -16,7 +16,10 @@ from pathlib import Path
 
 from coldsnap.errors import ArtifactError
 
-__all__ = ["is_held", "reading", "user_of"]
+__all__ = ["KEPT_FOR", "is_held", "is_kept", "kept_for", "reading", "user_of"]
+
+KEPT_FOR = "kept-for"
+"""A link in the output of a failed capture, while it has what the memory of a living engine held."""
 
 CAPTURE, RESTORE = "the capture that wrote it", "a restore that reads it"
 PATIENCE_S = 10.0
@@ -28,6 +31,22 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 def is_held(path: Path) -> bool:
     """Tell whether a capture holds a directory: from birth until its workload is settled, which is after the commit."""
     return user_of(path) == CAPTURE
+
+
+def is_kept(path: Path) -> bool:
+    """Tell whether an engine, whose memory is not back, needs what a failed capture left in a directory.
+
+    Its link leads to one in the engine's run directory, which leads back; when the engine has ended, it leads nowhere.
+    """
+    try:
+        return os.path.samefile(path / KEPT_FOR, path)
+    except OSError:
+        return False
+
+
+def kept_for(path: Path) -> Path:
+    """Return the run directory of the engine for which a directory is kept."""
+    return Path(os.readlink(path / KEPT_FOR)).parents[1]
 
 
 def user_of(path: Path) -> str:

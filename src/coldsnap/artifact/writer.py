@@ -31,8 +31,8 @@ class ArtifactWriter:
             files = writer.seal("capsule/rank0")
             artifact = writer.commit(descriptor)
 
-    Leaving the block without a commit removes everything. A killed process leaves a directory that no one takes for
-    an artifact and that the next capture to the same output removes.
+    Leaving the block without a commit removes everything, unless :meth:`leave` was called. A killed process leaves a
+    directory that no one takes for an artifact and that the next capture to the same output removes.
     """
 
     def __init__(self, staged: StagedDirectory, at: FaultPoint, lanes: Lanes | None) -> None:
@@ -121,6 +121,10 @@ class ArtifactWriter:
         write_evidence(self.path, list(self._sealed.values()), at=self._at)
         self._staged.commit(descriptor.encode())
         return Artifact.open(self.path)
+
+    def leave(self) -> None:
+        """Let everything lie there uncommitted: someone still needs what was written."""
+        self._staged.stays = True
 
     def _private_files(self, relative: str) -> Iterator[str]:
         for directory, names, files in os.walk(self.path / relative):

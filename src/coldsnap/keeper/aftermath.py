@@ -15,11 +15,14 @@ from typing import Any
 from coldsnap.keeper import journal, layout, undo
 
 
-def settle(dir_fd: int, root_fd: int, *, state: str, cause: str, end: int | None = None) -> dict[str, Any]:
+def settle(
+    run_dir: str, dir_fd: int, root_fd: int, *, state: str, cause: str, end: int | None = None
+) -> dict[str, Any]:
     """Undo what can be undone without a tree, and write ``outcome.json``.
 
     Args:
-        dir_fd: The run directory.
+        run_dir: The run directory, in the caller's world.
+        dir_fd: The same, open.
         root_fd: The root directory of the caller's world.
         state: ``exited`` (the engine by itself) or ``killed`` (its keeper or guard).
         cause: One sentence.
@@ -36,6 +39,7 @@ def settle(dir_fd: int, root_fd: int, *, state: str, cause: str, end: int | None
     if recorded is not None:
         did = [undo.remove_path(root_fd, entry) for entry in reversed(recorded.entries) if entry["kind"] == "remove"]
         did += _note(dir_fd, cause, did)
+    undo.let_go(root_fd, dir_fd, run_dir)
     outcome = {
         "format": layout.FORMAT,
         "state": state,
@@ -64,13 +68,13 @@ def _note(dir_fd: int, cause: str, did: list[str]) -> list[str]:
     return []
 
 
-def settle_once(dir_fd: int, root_fd: int, *, cause: str) -> dict[str, Any]:
+def settle_once(run_dir: str, dir_fd: int, root_fd: int, *, cause: str) -> dict[str, Any]:
     """Return the outcome of a dead run directory; write it first when nobody was left to do so.
 
     The caller holds the directory's lock.
     """
     outcome = layout.read_json(dir_fd, layout.OUTCOME)
-    return settle(dir_fd, root_fd, state="killed", cause=cause) if outcome is None else outcome
+    return settle(run_dir, dir_fd, root_fd, state="killed", cause=cause) if outcome is None else outcome
 
 
 def story(outcome: dict[str, Any]) -> str:

@@ -112,7 +112,7 @@ def _claim(run_dir: str) -> int:
             "busy", f"{run_dir} is not a run directory, it holds {', '.join(others[:3])}; choose another one"
         )
     if os.listdir(dir_fd):
-        aftermath.settle_once(dir_fd, _open_root(), cause="its guard and keeper were killed")
+        aftermath.settle_once(run_dir, dir_fd, _open_root(), cause="its guard and keeper were killed")
         layout.empty(dir_fd)
     return dir_fd
 
@@ -273,10 +273,12 @@ def _conclude(birth: Birth, child: int, final: dict[str, Any] | None) -> None:
     if final is not None and final["final"] == "stopped":
         _remove(birth.run_dir, birth.dir_fd)
     elif final is not None:
-        aftermath.settle(birth.dir_fd, birth.root_fd, state="exited", cause=final["cause"], end=final["exit"])
+        aftermath.settle(
+            birth.run_dir, birth.dir_fd, birth.root_fd, state="exited", cause=final["cause"], end=final["exit"]
+        )
     else:
         cause = _cause(os.waitstatus_to_exitcode(status), birth.work_fd)
-        aftermath.settle(birth.dir_fd, birth.root_fd, state="killed", cause=cause)
+        aftermath.settle(birth.run_dir, birth.dir_fd, birth.root_fd, state="killed", cause=cause)
     layout.unlock(birth.dir_fd)
     sys.stderr.flush()
 

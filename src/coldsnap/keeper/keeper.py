@@ -96,7 +96,9 @@ def _enter(birth: Birth) -> None:
 def _alone(birth: Birth) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     Tree(private=birth.private).kill()
-    aftermath.settle(birth.dir_fd, birth.root_fd, state="killed", cause="the guard of its keeper was killed")
+    aftermath.settle(
+        birth.run_dir, birth.dir_fd, birth.root_fd, state="killed", cause="the guard of its keeper was killed"
+    )
     layout.unlock(birth.dir_fd)
 
 

@@ -131,6 +131,7 @@ class Operations:
     def _finish(self, state: str) -> None:
         end = self.tree.exit
         self.tree.kill()
+        undo.let_go(self.birth.root_fd, self.birth.dir_fd, self.birth.run_dir)
         cause = "the engine was stopped" if end is None else f"the engine ended by itself with {describe(end)}"
         self.finish = {"final": state, "cause": cause, "exit": self.tree.exit}
 
@@ -201,9 +202,17 @@ class Operations:
         asleep = False
         for entry in reversed(entries):
             # An open door would have the engine answer from memory that holds anything, and nobody could tell.
-            did.append(undo.STAYS_CLOSED if asleep and entry == undo.control("resume") else self._run(entry))
+            # And a removal would take away what the memory held.
+            did.append(self._run_asleep(entry) if asleep else self._run(entry))
             asleep = asleep or (entry == undo.control("hydrate") and undo.NOT_DONE in did[-1])
         return did
+
+    def _run_asleep(self, entry: undo.Undo) -> str:
+        if entry == undo.control("resume"):
+            return undo.STAYS_CLOSED
+        if entry["kind"] == "remove" and entry["kept"]:
+            return undo.keep_path(self.birth.root_fd, self.birth.dir_fd, self.birth.run_dir, entry)
+        return self._run(entry)
 
     def _run(self, entry: undo.Undo) -> str:
         match entry["kind"]:

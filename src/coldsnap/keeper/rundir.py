@@ -162,7 +162,7 @@ def _examine(run_dir: str | os.PathLike[str], dir_fd: int, lines: int) -> PostMo
     cause = "its guard and its keeper were killed" if same_boot else "the machine was restarted"
     root_fd = os.open("/", layout.DIRECTORY)
     try:
-        outcome = aftermath.settle_once(dir_fd, root_fd, cause=cause)
+        outcome = aftermath.settle_once(os.path.abspath(run_dir), dir_fd, root_fd, cause=cause)
     finally:
         os.close(root_fd)
     log = layout.tail(f"{layout.RANK}/{layout.ENGINE_LOG}", lines, dir_fd=dir_fd)

@@ -5,6 +5,7 @@ The one rule: an entry says everything that is needed to run it, and running it 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -17,20 +18,23 @@ CONTINUE: Undo = {"kind": "continue"}
 KILL: Undo = {"kind": "kill"}
 
 NOT_DONE = ", not done: "
+KEPT = "kept "
 STAYS_CLOSED = "asked nobody to resume, since memory is not back"
 
-_FIELDS = {"remove": {"path", "unless"}, "continue": set[str](), "control": {"op"}, "kill": set[str]()}
+_FIELDS = {"remove": {"path", "unless", "kept"}, "continue": set[str](), "control": {"op"}, "kill": set[str]()}
 
 
-def remove(path: str | os.PathLike[str], *, unless: str = "") -> Undo:
+def remove(path: str | os.PathLike[str], *, unless: str = "", kept: str = "") -> Undo:
     """Remove a file or directory tree.
 
     Args:
         path: As the caller sees it; its directory is resolved now, so that no link in it is followed later.
         unless: When a file of this name lies in ``path`` it is complete, and stays.
+        kept: When the memory of the engine cannot be brought back, ``path`` stays, since it has what that memory held,
+            and a link of this name in it says for whom; empty: it is removed even so.
     """
     directory, name = os.path.split(os.path.abspath(path))
-    return {"kind": "remove", "path": os.path.join(os.path.realpath(directory), name), "unless": unless}
+    return {"kind": "remove", "path": os.path.join(os.path.realpath(directory), name), "unless": unless, "kept": kept}
 
 
 def control(op: str) -> Undo:
@@ -56,8 +60,9 @@ def parse(value: object) -> Undo:
             raise ValueError(
                 f"only an absolute path in its shortest form, below some directory, is removed, found {path!r}"
             )
-        if "/" in value["unless"]:
-            raise ValueError(f"unless is a file's name, found {value['unless']!r}")
+        for name in ("unless", "kept"):
+            if "/" in value[name]:
+                raise ValueError(f"{name} is a file's name, found {value[name]!r}")
     return value
 
 
@@ -81,6 +86,45 @@ def remove_path(root_fd: int, entry: Undo) -> str:
     except OSError as error:
         return f"{path} could not be removed: {error.strerror}"
     return f"removed {path}"
+
+
+def keep_path(root_fd: int, dir_fd: int, run_dir: str, entry: Undo) -> str:
+    """Leave what a ``remove`` entry names to the engine, whose memory is not back, instead of removing it.
+
+    Two links of one name lead from the run directory to what is kept, and back.
+
+    Args:
+        root_fd: As for :func:`remove_path`.
+        dir_fd: The run directory.
+        run_dir: Its path in the caller's world.
+        entry: What to keep.
+
+    Returns:
+        What was done, in words.
+    """
+    path, link = entry["path"], f"{layout.SLEEP}/{entry['kept']}"
+    if not _exists(root_fd, path[1:]) or (entry["unless"] and _exists(root_fd, f"{path[1:]}/{entry['unless']}")):
+        return remove_path(root_fd, entry)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(layout.SLEEP, 0o700, dir_fd=dir_fd)
+        os.symlink(path, link, dir_fd=dir_fd)
+        os.symlink(os.path.join(run_dir, link), f"{path[1:]}/{entry['kept']}", dir_fd=root_fd)
+    except OSError as error:  # it stays, and nobody is told for whom
+        return f"{KEPT}{path}, which has what the memory held, without a link to it: {error.strerror}"
+    return f"{KEPT}{path}, which has what the memory held"
+
+
+def let_go(root_fd: int, dir_fd: int, run_dir: str) -> None:
+    """Remove what was kept for an engine that has ended; what is not kept any more is another's."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(sleep_fd := os.open(layout.SLEEP, layout.DIRECTORY, dir_fd=dir_fd)):
+            with contextlib.suppress(OSError):  # what its workers wrote there is no link
+                path = os.readlink(name, dir_fd=sleep_fd)
+                if os.readlink(f"{path[1:]}/{name}", dir_fd=root_fd) == os.path.join(run_dir, layout.SLEEP, name):
+                    remove_path(root_fd, {"path": path, "unless": ""})
+                os.unlink(name, dir_fd=sleep_fd)
+        os.close(sleep_fd)
 
 
 def _exists(root_fd: int, path: str) -> bool:
