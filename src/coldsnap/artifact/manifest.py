@@ -18,6 +18,7 @@ from coldsnap.artifact.extents import PAGE_BYTES, Allocation, Coverage, Extent, 
 from coldsnap.artifact.pack import PackEntry, layout
 from coldsnap.artifact.payloads import REVISION
 from coldsnap.artifact.private import read_small
+from coldsnap.artifact.replay import ReplayCopy, SourceFile, require_covering
 from coldsnap.errors import FormatError, IntegrityError
 
 __all__ = [
@@ -101,19 +102,21 @@ class ModelExtent:
 
 @frozen(kw_only=True)
 class ReloadExtent:
-    """Model bytes of one allocation that the engine's loader writes in a recovery.
+    """Model bytes of one allocation that a recovery writes.
 
     Attributes:
         allocation: Index into ``allocations``.
         offset: From the allocation's base.
         size: Bytes.
         semantic_id: Name without an address.
+        crc32: CRC-32 of the bytes; known wherever the copies are.
     """
 
     allocation: int = field(validator=record.at_least(0))
     offset: int = field(validator=record.at_least(0))
     size: int = field(validator=record.at_least(1))
     semantic_id: str = field(validator=_SEMANTIC)
+    crc32: int | None = field(default=None, validator=record.optional(_CRC32))
 
     @property
     def extent(self) -> Extent:
@@ -220,9 +223,11 @@ class RecoveryManifest:
         page_bytes: Alignment of pieces in the residual.
         allocations: What is preserved.
         residual: ``weights.blob``; pieces that the native manifest has too are the same ones.
-        model_extents: What the loader writes.
+        model_extents: What the copies write.
         residual_extents: What comes from the residual.
         vacant_extents: As in the native manifest.
+        files: The safetensors files that were read; empty in an artifact of a time that did not record copies.
+        copies: What was copied from them, in order.
     """
 
     MAX_BYTES: ClassVar[int] = 256 << 20
@@ -238,11 +243,17 @@ class RecoveryManifest:
     model_extents: tuple[ReloadExtent, ...]
     residual_extents: tuple[ResidualExtent, ...]
     vacant_extents: tuple[Extent, ...] | None = None
+    files: tuple[SourceFile, ...] = ()
+    copies: tuple[ReplayCopy, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        """Check manifest.4 and extent.1."""
+        """Check manifest.4, extent.1 and manifest.10."""
         _require_pieces(self.residual_extents, self.residual)
         self.prove()
+        if self.copies or self.files:
+            require_covering(self.copies, [one.extent for one in self.model_extents], self.files)
+            if any(one.crc32 is None for one in self.model_extents):
+                raise record.Broken("manifest.10", "a model extent has no checksum, so that no copy could be verified")
 
     def prove(self) -> Coverage:
         """Prove coverage again, and return the receipt."""

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from coldsnap.artifact.extents import Allocation
 from coldsnap.engines.rank import Operation
-from coldsnap.engines.weights.digests import digests_of
+from coldsnap.engines.weights.digests import digests_of, ends_of
 from coldsnap.engines.weights.observe import LoadObserver
 from coldsnap.engines.weights.split import Split, split
 from coldsnap.engines.weights.worker import WorkerMemory
@@ -77,14 +77,14 @@ class ReleasableModel(torch.nn.Module):  # type: ignore[misc]  # torch is not th
 
     def operations(self) -> Mapping[str, Operation]:
         """Return what the worker's rank answers about its memory."""
-        worker = WorkerMemory(self.memory, split=self._split)
+        worker = WorkerMemory(self.memory, split=self._split, ends=lambda size: ends_of(self, size))
         return {**worker.operations(), "digests": digests_of(lambda: self)}
 
     def _split(self) -> Split:
         settled = self._record.settle(self)
         regions = self.memory.regions("weights")
         allocations = [Allocation(address=one.address, size=one.size_bytes, region=one.tag) for one in regions]
-        return split(allocations, settled.written, settled.kept)
+        return split(allocations, settled.written, settled.kept, copies=settled.copies, derived=settled.derived)
 
     def generate(self, prompt: str, max_tokens: int, temperature: float, *, cached: bool) -> Iterator[int]:
         """Continue a prompt, byte by byte.

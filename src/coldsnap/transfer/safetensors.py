@@ -15,29 +15,12 @@ from typing import Any
 
 from attrs import frozen
 
+from coldsnap.artifact.replay import DTYPE_BYTES
 from coldsnap.errors import FormatError
 
 __all__ = ["DTYPE_BYTES", "HEADER_LIMIT_BYTES", "Stored", "index", "read_header"]
 
 HEADER_LIMIT_BYTES = 256 << 20
-DTYPE_BYTES: Mapping[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "I16": 2,
-    "U16": 2,
-    "I32": 4,
-    "U32": 4,
-    "I64": 8,
-    "U64": 8,
-    "F16": 2,
-    "BF16": 2,
-    "F32": 4,
-    "F64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-}
 
 _LENGTH_BYTES = 8
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})

@@ -1,14 +1,17 @@
 """Small memories to put to sleep: strategies, and a worker over host memory whose bytes are known."""
 
+import json
 import random
 
 from attrs import frozen
 from hypothesis import strategies as st
 
 from coldsnap.artifact.extents import Allocation
+from coldsnap.engines.weights.copies import Copy, Placed, View
 from coldsnap.engines.weights.split import Split, Written, split
 from coldsnap.engines.weights.worker import WorkerMemory
 from coldsnap.transfer.memory import HostMemory, Region
+from coldsnap.transfer.safetensors import index as checkpoint_index
 
 MODEL = {"model_id": "tiny/model", "revision": "a" * 40}
 
@@ -59,7 +62,38 @@ class Worker:
             self.memory.copy_from_host(region.address, memoryview(data))
         for region in self.kv_cache:
             self.memory.copy_from_host(region.address, memoryview(b"K" * region.size_bytes))
+        self.copies = ()
         self.worker = WorkerMemory(self.memory, split=self.split, **options)
+
+    def loaded_from(self, path):
+        """Write a checkpoint with every model byte, and remember the load of it that never was."""
+        header, data, self.copies = {}, b"", []
+        for index, offset, size in self.layout.model:
+            name = f"model.{index}.{offset}"
+            header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [len(data), len(data) + size]}
+            data += self.content[self.weights[index]][offset : offset + size]
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        stored = checkpoint_index([path])
+        for index, offset, size in self.layout.model:
+            found = stored[f"model.{index}.{offset}"]
+            view = View(dtype="U8", offset_bytes=0, shape=(size,), stride=(1,))
+            copy = Copy(
+                source_name=found.name,
+                source_path=found.path,
+                source_dtype="U8",
+                source_shape=(size,),
+                source_file_offset=found.file_offset,
+                source_length=size,
+                source_view=view,
+                destination_name=f"layer.{index}.{offset}",
+                destination_dtype="U8",
+                destination_shape=(size,),
+                destination_view=view,
+                copy_bytes=size,
+            )
+            self.copies.append(Placed(copy=copy, base=self.weights[index].address + offset))
+        return path
 
     def split(self) -> Split:
         allocations = [
@@ -74,7 +108,7 @@ class Worker:
             for index, offset, size in self.layout.model
         ]
         vacant = [(self.weights[index].address + offset, size) for index, offset, size in self.layout.vacant]
-        return split(allocations, written, vacant=vacant)
+        return split(allocations, written, vacant=vacant, copies=self.copies)
 
     def bytes_of(self, region: Region) -> bytes:
         into = bytearray(region.size_bytes)

@@ -73,6 +73,7 @@ def pack_of(tmp_path, released):
 
 
 def test_the_files_of_a_generation_are_those_of_the_format(worker, tmp_path):
+    worker.loaded_from(tmp_path / "model.safetensors")
     released = worker.worker.release(release_request(tmp_path, backend="python"))
 
     directory = tmp_path / "artifact" / "weights" / "worker-0"

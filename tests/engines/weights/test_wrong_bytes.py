@@ -195,7 +195,10 @@ def test_a_release_that_makes_no_sense_is_refused(change, error, message, worker
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        ({"provider": "recovery"}, UnsupportedError, "works: native"),
+        ({"provider": "recovery"}, AdmissionError, "nothing of how the weights were loaded was recorded"),
+        ({"provider": "recovery", "loader": {"staging_bytes": 5000}}, FormatError, "multiple of 4096"),
+        ({"provider": "recovery", "loader": {"verify_bytes": 4097}}, FormatError, "verify_bytes"),
+        ({"provider": "recovery", "recovery_sha256": "sha256:" + "0" * 64}, FormatError, "come together"),
         ({"directory": "/somewhere"}, FormatError, "come together"),
         ({"pack": "/a.pack"}, FormatError, "come together"),
         ({"verify_mode": "never"}, FormatError, "'preverified'"),

@@ -97,6 +97,11 @@ class Loads:
             written=tuple(written for one in found for written in one.written),
             kept=dict(sum((Counter(one.kept) for one in found), Counter())),
             unsupported={name: reason for one in found for name, reason in one.unsupported.items()},
+            copies=tuple(copy for one in found for copy in one.copies),
+            # What one load explains is derived to the others.
+            derived={
+                name: size for name, size in found[0].derived.items() if all(name in one.derived for one in found)
+            },
         )
 
     def operations(self) -> Mapping[str, Operation]:

@@ -23,6 +23,7 @@ from coldsnap.engines.rank import Busy, Operation
 from coldsnap.engines.vllm import kv_guard
 from coldsnap.engines.vllm.allocator import KV_CACHE, WEIGHTS, CumemMemory
 from coldsnap.engines.vllm.kv_payload import KvStorage, Remnants, storages_of
+from coldsnap.engines.weights.copies import Placed
 from coldsnap.engines.weights.split import Split, Written, split
 from coldsnap.engines.weights.worker import Hooks, WorkerMemory
 
@@ -42,6 +43,14 @@ class Settled(Protocol):
     @property
     def kept(self) -> Mapping[str, int]:
         """Reason → bytes of the destinations that were left out."""
+
+    @property
+    def copies(self) -> Iterable[Placed]:
+        """The copies that wrote the stretches, in order."""
+
+    @property
+    def derived(self) -> Mapping[str, int]:
+        """Parameters and buffers that no copy explains → bytes."""
 
 
 Settle = Callable[[Any], Settled]
@@ -183,7 +192,14 @@ class Resident:
             Allocation(address=one.address, size=one.size_bytes, region=one.tag, device=cumem.device)
             for one in cumem.regions(WEIGHTS)
         ]
-        return split(allocations, settled.written, settled.kept, cumem.vacant(WEIGHTS))
+        return split(
+            allocations,
+            settled.written,
+            settled.kept,
+            cumem.vacant(WEIGHTS),
+            copies=settled.copies,
+            derived=settled.derived,
+        )
 
     def _before_release(self) -> None:
         self._require_mapped()  # a sleep of vLLM's own, that is: of one that was made here it is known

@@ -14,7 +14,7 @@ from attrs import field, frozen
 from coldsnap.artifact import record
 from coldsnap.transfer.safetensors import DTYPE_BYTES
 
-__all__ = ["Copy", "View"]
+__all__ = ["Copy", "Placed", "View"]
 
 
 @frozen(kw_only=True)
@@ -99,3 +99,16 @@ class Copy:
     destination_shape: tuple[int, ...]
     destination_view: View
     copy_bytes: int = field(validator=record.at_least(1))
+
+
+@frozen(kw_only=True)
+class Placed:
+    """A copy whose destination is still what was loaded, and where that lies now.
+
+    Attributes:
+        copy: The copy.
+        base: Address of the destination's first element.
+    """
+
+    copy: Copy
+    base: int = field(validator=record.at_least(1))

@@ -18,8 +18,9 @@ from coldsnap.artifact import record
 from coldsnap.engines.rank import Operation
 from coldsnap.engines.weights.destinations import named_tensors
 from coldsnap.engines.weights.requests import read_request
+from coldsnap.engines.weights.storages import read_bytes, span_of, storage_of
 
-__all__ = ["NO_MEMORY", "digest_of", "digests_of"]
+__all__ = ["NO_MEMORY", "digest_of", "digests_of", "ends_of"]
 
 NO_MEMORY = "no plain memory"
 """Instead of a digest: a tensor on the meta device, or a sparse one."""
@@ -55,6 +56,24 @@ def digest_of(tensor: Any) -> str:
     for piece in plain.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
         found.update(piece.cpu().numpy())
     return found.hexdigest()
+
+
+def ends_of(model: Any, most_bytes: int) -> Mapping[str, str]:
+    """Return a digest of both ends of every parameter and buffer, by name.
+
+    Args:
+        model: The module; its memory is there.
+        most_bytes: Of each end.
+    """
+    found = {}
+    for name, tensor in named_tensors(model).items():
+        span = span_of(tensor)
+        if span is None or span.begin == span.end:
+            continue
+        size = min(most_bytes, span.end - span.begin)
+        ends = read_bytes(storage_of(tensor), [(span.begin, size), (span.end - size, size)])
+        found[name] = hashlib.sha256(ends).hexdigest()
+    return found
 
 
 def digests_of(model: Callable[[], Any]) -> Operation:

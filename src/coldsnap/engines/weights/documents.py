@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 
 from coldsnap.artifact.extents import Extent, ExtentMap, padded
 from coldsnap.artifact.manifest import (
@@ -21,6 +21,7 @@ from coldsnap.artifact.manifest import (
     ResidualExtent,
 )
 from coldsnap.artifact.pack import PackEntry
+from coldsnap.engines.weights.replay import Replay
 from coldsnap.engines.weights.split import Split
 
 __all__ = ["Documents", "Identity", "placed_pieces"]
@@ -53,6 +54,8 @@ class Documents:
         entries: Its index, in the order of ``model``.
         residual: The residual.
         pieces: What is in it.
+        replay: The copies of the load; without any there is no recovery.
+        checksums: CRC-32 of each extent of the split's model, when there are copies.
     """
 
     split: Split
@@ -62,6 +65,8 @@ class Documents:
     entries: Sequence[PackEntry]
     residual: Blob
     pieces: Sequence[ResidualExtent]
+    replay: Replay = field(factory=Replay)
+    checksums: Sequence[int] = ()
 
     def native(self) -> NativeManifest:
         """Make the native manifest, and prove its coverage.
@@ -93,8 +98,12 @@ class Documents:
         )
 
     def recovery(self) -> RecoveryManifest | None:
-        """Make the recovery manifest; None when no checkpoint is known, or nothing was seen to come from it."""
-        if self.identity.model is None or not self.split.model.extents:
+        """Make the recovery manifest; None when no checkpoint is known, or its copies were not recorded.
+
+        Raises:
+            FormatError: The copies do not write exactly the model's bytes (manifest.10).
+        """
+        if self.identity.model is None or not self.replay.copies:
             return None
         return RecoveryManifest(
             capture_id=self.identity.capture_id,
@@ -108,11 +117,14 @@ class Documents:
                     offset=extent.offset,
                     size=extent.size,
                     semantic_id=self.split.semantic_ids[extent],
+                    crc32=crc32,
                 )
-                for extent in self.split.model.extents
+                for extent, crc32 in zip(self.split.model.extents, self.checksums, strict=True)
             ),
             residual_extents=self._within(self.split.residual),
             vacant_extents=self.split.vacant.extents or None,
+            files=self.replay.files,
+            copies=self.replay.copies,
         )
 
     def _within(self, wanted: ExtentMap) -> tuple[ResidualExtent, ...]:

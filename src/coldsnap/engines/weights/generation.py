@@ -29,8 +29,9 @@ from coldsnap.artifact.manifest import Blob, HibernateState, encode
 from coldsnap.artifact.pack import PackEntry, layout
 from coldsnap.artifact.store import Store, StoredPack
 from coldsnap.engines.weights.documents import Documents, Identity, placed_pieces
+from coldsnap.engines.weights.replay import Recording, Replay, record_replay
 from coldsnap.engines.weights.room import require_room
-from coldsnap.engines.weights.source import MemorySource, Staging, digests_of
+from coldsnap.engines.weights.source import Checksums, MemorySource, Staging, digests_of
 from coldsnap.engines.weights.split import Split
 from coldsnap.errors import ColdSnapError
 from coldsnap.transfer.backend import CaptureReceipt, Source, Tuning
@@ -71,6 +72,7 @@ class Writing:
         reuse: Look for the pack before it is written (``io.reuse_blob``).
         reserve_bytes: Leave at least so many bytes free on every filesystem that is written to.
         threads: Threads that hash; None: all cores.
+        recording: Whether a recovery from the checkpoint is to be possible.
     """
 
     library: NativeLibrary | None = None
@@ -80,6 +82,7 @@ class Writing:
     reuse: bool = True
     reserve_bytes: int = 1 << 30
     threads: int | None = None
+    recording: Recording = field(factory=Recording)
 
 
 @frozen(kw_only=True)
@@ -91,6 +94,8 @@ class Generation:
         name: Unique in the life of the process.
         worker: Whose memory.
         manifest_sha256: Digest of the native manifest.
+        recovery_sha256: Digest of the recovery manifest, None when there is none.
+        replay: What it lists, or why there is none.
         pack: The pack, None when the residual holds everything.
         pack_path: Where it is.
         new_pack_bytes: Bytes of the pack that were not in the store before.
@@ -104,6 +109,8 @@ class Generation:
     name: str
     worker: str
     manifest_sha256: str
+    recovery_sha256: str | None
+    replay: Replay
     pack: Blob | None
     pack_path: Path | None
     new_pack_bytes: int
@@ -177,12 +184,14 @@ class _Writer:
             entries = digests_of(sources, threads=self.how.threads or available_cores(), lanes=self.how.library)
             found = self.store.find(entries) if entries and self.how.reuse else None
             self.seconds["hash"] = time.monotonic() - began
+            sums = Checksums(self.split, staging, entries, lanes=self.how.library, threads=self.how.threads)
+            replay = self._record(sums)
             pieces = self._pieces()
             self._require_room(pieces, 0 if found else layout([(e.sha256, e.size) for e in entries])[2])
             with self._all_or_nothing():
                 residual = self._write_residual(pieces)
                 packed = self._write_pack(sources, entries) if found is None else _found(found, entries)
-                return self._write_documents(residual, pieces, packed)
+                return self._write_documents(residual, pieces, packed, replay, sums)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -216,6 +225,12 @@ class _Writer:
             reserve_bytes=self.how.reserve_bytes,
             what=f"the generation of worker {self.identity.worker}",
         )
+
+    def _record(self, sums: Checksums) -> Replay:
+        began = time.monotonic()
+        replay = record_replay(self.split, self.how.recording, sums.of, known=self.identity.model is not None)
+        self.seconds["record"] = time.monotonic() - began
+        return replay
 
     def _write_residual(self, pieces: Sequence[Extent]) -> CaptureReceipt:
         began = time.monotonic()
@@ -258,7 +273,9 @@ class _Writer:
             new_bytes=0 if pack.sha256 in there else pack.bytes,
         )
 
-    def _write_documents(self, receipt: CaptureReceipt, pieces: Sequence[Extent], packed: _Packed) -> Generation:
+    def _write_documents(
+        self, receipt: CaptureReceipt, pieces: Sequence[Extent], packed: _Packed, replay: Replay, sums: Checksums
+    ) -> Generation:
         began = time.monotonic()
         residual = Blob(bytes=receipt.file_bytes, sha256=f"sha256:{(receipt.file_sha256 or b'').hex()}")
         documents = Documents(
@@ -269,23 +286,26 @@ class _Writer:
             entries=packed.entries,
             residual=residual,
             pieces=placed_pieces(pieces, [digest.crc32 or 0 for digest in receipt.digests]),
+            replay=replay,
+            checksums=sums.of_extents() if replay.copies else (),
         )
         name = f"{os.getpid()}-{time.time_ns()}"
-        native, recovery = documents.native(), documents.recovery()
+        native, recovery, recovery_sha256 = documents.native(), documents.recovery(), None
         if recovery is not None:
             recovery.require_same_memory(native)
-            self._durably(RECOVERY_MANIFEST, encode(recovery))
+            recovery_sha256 = self._durably(RECOVERY_MANIFEST, encode(recovery))
         self._durably(HIBERNATE_STATE, encode(self._hibernate_state(name, receipt)))
         if self.index is not None:
             self._durably(BOOTSTRAP_INDEX, self.index)
-        data = encode(native)
-        self._durably(NATIVE_MANIFEST, data)
+        manifest_sha256 = self._durably(NATIVE_MANIFEST, encode(native))
         self.seconds["documents"] = time.monotonic() - began
         return Generation(
             directory=self.directory,
             name=name,
             worker=self.identity.worker,
-            manifest_sha256=sha256_of(data),
+            manifest_sha256=manifest_sha256,
+            recovery_sha256=recovery_sha256,
+            replay=replay,
             pack=packed.blob if packed.path else None,
             pack_path=packed.path,
             new_pack_bytes=packed.new_bytes,
@@ -306,8 +326,9 @@ class _Writer:
             backend=receipt.effective,
         )
 
-    def _durably(self, name: str, data: bytes) -> None:
+    def _durably(self, name: str, data: bytes) -> str:
         write_file_durably(self.directory / name, data, at=self.at)
+        return sha256_of(data)
 
 
 def _found(pack: StoredPack, entries: tuple[PackEntry, ...]) -> _Packed:

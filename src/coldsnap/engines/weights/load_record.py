@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import torch
 from attrs import evolve, field, frozen
 
-from coldsnap.engines.weights.copies import Copy, View
+from coldsnap.engines.weights.copies import Copy, Placed, View
 from coldsnap.engines.weights.destinations import Place, named_tensors
 from coldsnap.engines.weights.recorder import Refused
 from coldsnap.engines.weights.split import Written
@@ -42,11 +42,15 @@ class Settled:
         written: Stretches, one for each destination that was copied completely.
         kept: Reason → bytes of the destinations that were left out.
         unsupported: Name of each of them → reason.
+        copies: The copies that wrote the stretches, in the order in which they were done.
+        derived: Parameters and buffers that no such copy explains → bytes.
     """
 
     written: tuple[Written, ...]
     kept: Mapping[str, int]
     unsupported: Mapping[str, str]
+    copies: tuple[Placed, ...] = ()
+    derived: Mapping[str, int] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -128,6 +132,7 @@ class LoadRecord:
         for name, reason in record.unsupported.items():
             kept[reason] += record._bytes[name]  # noqa: SLF001  of the same class
         written: list[Written] = []
+        bases: dict[str, int] = {}
         for name, views in _by_name(record.copies).items():
             found = record._stretches(name, tensors.get(name), views, compare=compare)  # noqa: SLF001
             if isinstance(found, str):
@@ -135,7 +140,18 @@ class LoadRecord:
                 kept[found] += record._places[name].bytes  # noqa: SLF001
             else:
                 written += found
-        return Settled(written=tuple(written), kept=dict(kept), unsupported=unsupported)
+                bases[name] = found[0].base
+        return Settled(
+            written=tuple(written),
+            kept=dict(kept),
+            unsupported=unsupported,
+            copies=tuple(
+                Placed(copy=copy, base=bases[copy.destination_name])
+                for copy in record.copies
+                if copy.destination_name in bases
+            ),
+            derived=_derived(tensors, bases),
+        )
 
     def _stretches(self, name: str, tensor: Any, views: Sequence[View], *, compare: bool) -> list[Written] | str:
         place = self._places[name]
@@ -148,6 +164,21 @@ class LoadRecord:
             return STRETCHES
         base = storage_of(tensor).data_ptr() + place.span.begin
         return [Written(address=base + begin, size=end - begin, semantic=name, offset=begin) for begin, end in ranges]
+
+
+def _derived(tensors: Mapping[str, Any], explained: Iterable[str]) -> dict[str, int]:
+    """Return the tensors that nothing explains, each memory under one name."""
+    seen = {_memory(tensors[name]) for name in explained}
+    derived: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if (memory := _memory(tensor)) not in seen:
+            seen.add(memory)
+            derived[name] = tensor.numel() * tensor.element_size()
+    return derived
+
+
+def _memory(tensor: Any) -> Any:
+    return span_of(tensor) or id(tensor)
 
 
 def _prefixed(prefix: str, table: Mapping[str, T]) -> dict[str, T]:

@@ -23,7 +23,7 @@ from attrs import field, frozen
 from coldsnap.artifact.admission import Request, decide
 from coldsnap.artifact.evidence import Verify, hash_file
 from coldsnap.artifact.extents import Allocation, Coverage
-from coldsnap.artifact.manifest import Blob, NativeManifest, read_document
+from coldsnap.artifact.manifest import Blob, NativeManifest, RecoveryManifest, read_document
 from coldsnap.artifact.private import open_private
 from coldsnap.engines.weights.generation import NATIVE_MANIFEST, RESIDUAL
 from coldsnap.errors import AdmissionError, IntegrityError
@@ -39,9 +39,11 @@ __all__ = [
     "admit",
     "admit_pack",
     "fill",
+    "fill_residual",
     "matching_regions",
     "move",
     "require_residual",
+    "require_size",
 ]
 
 WEIGHTS = "weights"
@@ -122,7 +124,7 @@ def admit(
         manifest.allocations, memory, what=f"worker {manifest.worker} in capture {manifest.capture_id}"
     )
     residual = directory / RESIDUAL
-    _require_size(residual, manifest.residual, "manifest.4")
+    require_size(residual, manifest.residual, "manifest.4")
     admit_pack(manifest, pack, verify)
     return Admitted(
         manifest=manifest,
@@ -163,12 +165,26 @@ def fill(
     if admitted.pack is not None:
         receipts["pack"] = move(admitted.pack, _from_pack(manifest), memory, reading)
     between("residual")
-    if manifest.residual_extents:
-        if reading.preverified:
-            require_residual(manifest, admitted.residual)
-        receipts["residual"] = move(admitted.residual, _from_residual(manifest), memory, reading)
+    if (residual := fill_residual(manifest, admitted.residual, memory=memory, reading=reading)) is not None:
+        receipts["residual"] = residual
     memory.synchronize()
     return receipts
+
+
+def fill_residual(
+    manifest: NativeManifest | RecoveryManifest, path: Path, *, memory: PreservedMemory, reading: Reading
+) -> HydrationReceipt | None:
+    """Bring the residual's bytes to their addresses; None when there are none.
+
+    Raises:
+        IntegrityError: They are not those captured.
+        NativeError: The transfer failed.
+    """
+    if not manifest.residual_extents:
+        return None
+    if reading.preverified:
+        require_residual(manifest, path)
+    return move(path, _from_residual(manifest), memory, reading)
 
 
 def move(path: Path, extents: Sequence[FileExtent], memory: PreservedMemory, reading: Reading) -> HydrationReceipt:
@@ -198,7 +214,7 @@ def _from_pack(manifest: NativeManifest) -> list[FileExtent]:
     ]
 
 
-def _from_residual(manifest: NativeManifest) -> list[FileExtent]:
+def _from_residual(manifest: NativeManifest | RecoveryManifest) -> list[FileExtent]:
     return [
         FileExtent(
             file_offset=one.file_offset,
@@ -260,7 +276,7 @@ def admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify | Lit
         what = "another pack than the manifest's (rule store.3)"
         raise IntegrityError(what, path=str(pack), expected=expected.sha256, actual=pack.name)
     if verify == "none":
-        _require_size(pack, expected, "validation.2")
+        require_size(pack, expected, "validation.2")
         return
     request = Request(
         path=os.path.abspath(pack),
@@ -272,7 +288,13 @@ def admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify | Lit
     decide(request, index=manifest.index)
 
 
-def _require_size(path: Path, expected: Blob, rule: str) -> None:
+def require_size(path: Path, expected: Blob, rule: str) -> None:
+    """Refuse a private file of another size.
+
+    Raises:
+        IntegrityError: With the rule.
+        FormatError: It is not private.
+    """
     with open_private(path) as (_, status):
         if status.st_size != expected.bytes:
             raise IntegrityError(
@@ -283,7 +305,7 @@ def _require_size(path: Path, expected: Blob, rule: str) -> None:
             )
 
 
-def require_residual(manifest: NativeManifest, path: Path) -> None:
+def require_residual(manifest: NativeManifest | RecoveryManifest, path: Path) -> None:
     """Read a residual in full, and demand its digest.
 
     Raises:

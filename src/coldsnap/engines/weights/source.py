@@ -15,11 +15,14 @@ from typing import Self
 
 from attrs import frozen
 
+from coldsnap.artifact.cores import in_threads
+from coldsnap.artifact.extents import Extent
 from coldsnap.artifact.lanes import Lanes, sha256_streams
 from coldsnap.artifact.pack import PackEntry, layout
+from coldsnap.engines.weights.split import Split
 from coldsnap.transfer.memory import PreservedMemory
 
-__all__ = ["MemorySource", "Staging", "digests_of"]
+__all__ = ["Checksums", "MemorySource", "Staging", "digests_of"]
 
 STAGE_BYTES = 8 << 20
 
@@ -96,6 +99,51 @@ def digests_of(sources: Sequence[MemorySource], *, threads: int, lanes: Lanes | 
         PackEntry(offset=offset, size=source.size, sha256=digest, crc32=source.crc32)
         for offset, source, digest in zip(offsets, summed, digests, strict=True)
     )
+
+
+class Checksums:
+    """CRC-32 of stretches of a worker's memory; those that are known already are not read again.
+
+    Args:
+        split: Whose allocations and model.
+        staging: Reads them.
+        entries: The index of the model's extents, in their order, as far as it is known.
+        lanes: What sums fast, when there is one.
+        threads: How many at once; None: all cores.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        staging: Staging,
+        entries: Sequence[PackEntry],
+        *,
+        lanes: Lanes | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._split = split
+        self._staging = staging
+        self._threads = threads
+        self._sum = zlib.crc32 if lanes is None else lanes.crc32
+        known = zip(split.model.extents, entries, strict=True) if entries else ()
+        self._known = {extent: entry.crc32 for extent, entry in known}
+
+    def of(self, stretches: Sequence[Extent]) -> list[int]:
+        """Return the CRC-32 of each."""
+        return in_threads(self._one, stretches, threads=self._threads)
+
+    def of_extents(self) -> list[int]:
+        """Return the CRC-32 of each extent of the model, in order."""
+        return self.of(self._split.model.extents)
+
+    def _one(self, stretch: Extent) -> int:
+        if stretch in self._known:
+            return self._known[stretch]
+        crc32 = 0
+        address = self._split.allocations[stretch.allocation].address + stretch.offset
+        for piece in self._staging.pieces(address, stretch.size):
+            crc32 = self._sum(piece, crc32)
+        return crc32
 
 
 class _Summed:

@@ -19,6 +19,7 @@ from attrs import field, frozen
 
 from coldsnap.artifact import canonical, record
 from coldsnap.artifact.extents import Allocation, Coverage, Extent, ExtentMap, prove
+from coldsnap.engines.weights.copies import Placed
 from coldsnap.errors import CoverageError
 
 __all__ = ["AMBIGUOUS_NAME", "CROSSES_ALLOCATION", "OUTSIDE_ALLOCATIONS", "Split", "Written", "semantic_id", "split"]
@@ -63,6 +64,8 @@ class Split:
         kept: Reason → bytes that could have been the model's and stayed out of the pack. All of them are in the
             residual, but those that lie outside every allocation: these are in the process image.
         coverage: The receipt: model, residual and what is vacant are every byte exactly once.
+        copies: The copies that wrote the model's bytes, in their order; some may have gone where nothing is preserved.
+        derived: Parameters and buffers that no copy explains → bytes.
     """
 
     allocations: tuple[Allocation, ...]
@@ -72,6 +75,8 @@ class Split:
     semantic_ids: Mapping[Extent, str]
     kept: Mapping[str, int]
     coverage: Coverage
+    copies: tuple[Placed, ...] = ()
+    derived: Mapping[str, int] = field(factory=dict)
 
     def beside(self, model: ExtentMap) -> ExtentMap:
         """Return every preserved byte that a pack of these extents leaves out."""
@@ -83,6 +88,9 @@ def split(
     written: Iterable[Written],
     kept: Mapping[str, int] | None = None,
     vacant: Iterable[tuple[int, int]] = (),
+    *,
+    copies: Iterable[Placed] = (),
+    derived: Mapping[str, int] | None = None,
 ) -> Split:
     """Divide allocations into model and residual.
 
@@ -96,6 +104,8 @@ def split(
         kept: What the caller left out already: reason → bytes.
         vacant: Where nothing lives, by the engine's own allocator: address and size, disjoint, in any order. What a
             load wrote is never taken for vacant, and neither is what leaves its allocation.
+        copies: Which copies wrote it, for a recovery.
+        derived: What no copy explains.
 
     Raises:
         CoverageError: Two allocations overlap, of whatever devices; or two vacant stretches.
@@ -116,6 +126,8 @@ def split(
         semantic_ids=MappingProxyType({extent: named[extent] for extent in model.extents}),
         kept=MappingProxyType({reason: size for reason, size in sorted(reasons.items()) if size}),
         coverage=prove(ordered, *(one.extents for one in maps)),
+        copies=tuple(copies),
+        derived=MappingProxyType(dict(derived or {})),
     )
 
 

@@ -7,17 +7,20 @@ leaves nothing that the next one has to know but the mappings, which the memory 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from coldsnap.artifact.durable import FaultPoint
-from coldsnap.engines.weights.native import Admitted, Reading, fill
+from coldsnap.engines.weights.replaying import ReplayReceipt
 from coldsnap.errors import IntegrityError
 from coldsnap.transfer.backend import HydrationReceipt
 from coldsnap.transfer.memory import PreservedMemory, Region
 
-__all__ = ["SAMPLE_BYTES", "Waking", "mapped_bytes"]
+__all__ = ["SAMPLE_BYTES", "Fill", "Waking", "mapped_bytes"]
+
+Receipt = HydrationReceipt | ReplayReceipt
+Fill = Callable[[Sequence[Region], Callable[[str], None]], Mapping[str, Receipt]]
 
 SAMPLE_BYTES = 64
 _FILLER = 0xA5  # what a read-back that copies nothing would leave
@@ -37,15 +40,20 @@ class Waking:
         self._bytes: dict[str, int] = {}
         self._mapped = 0
         self._seconds: dict[str, float] = {}
-        self._receipts: Mapping[str, HydrationReceipt] = {}
+        self._receipts: Mapping[str, Receipt] = {}
 
-    def weights(self, regions: Sequence[Region], admitted: Admitted, reading: Reading) -> None:
-        """Map and fill what is preserved."""
+    def weights(self, regions: Sequence[Region], fill: Fill) -> None:
+        """Map and fill what is preserved.
+
+        Args:
+            regions: All of it.
+            fill: Brings every byte; called with the regions that an attempt before this one has mapped already, and
+                with what is to be told before each of its parts.
+        """
+        stale = [region for region in regions if self._memory.is_mapped(region)]
         self._remap("weights", regions)
-        self._receipts = fill(
-            admitted, memory=self._memory, reading=reading, between=lambda kind: self._at(f"{kind}:fill")
-        )
-        for kind in ("pack", "residual"):
+        self._receipts = fill(stale, lambda kind: self._at(f"{kind}:fill"))
+        for kind in dict.fromkeys(("pack", "residual", *self._receipts)):
             receipt = self._receipts.get(kind)
             self._bytes[kind] = receipt.bytes if receipt else 0
             self._seconds[kind] = receipt.seconds if receipt else 0.0
@@ -94,7 +102,7 @@ class Waking:
         }
 
 
-def _details(receipt: HydrationReceipt) -> dict[str, Any]:
+def _details(receipt: Receipt) -> dict[str, Any]:
     return {
         "requested": receipt.requested,
         "effective": receipt.effective,

@@ -27,13 +27,15 @@ from attrs import frozen
 from coldsnap.artifact.durable import FaultPoint, unharmed
 from coldsnap.artifact.store import Store
 from coldsnap.engines.rank import Busy, Operation
+from coldsnap.engines.weights.ends import Ends, Samples
+from coldsnap.engines.weights.filling import filling
 from coldsnap.engines.weights.generation import Generation, Writing, write_generation
 from coldsnap.engines.weights.hooks import Hooks
 from coldsnap.engines.weights.materialize import Materializer
-from coldsnap.engines.weights.native import WEIGHTS, Admitted, Reading, admit, matching_regions
+from coldsnap.engines.weights.native import WEIGHTS, matching_regions
 from coldsnap.engines.weights.requests import HydrateRequest, MaterializeRequest, ReleaseRequest, read_request
 from coldsnap.engines.weights.split import Split
-from coldsnap.engines.weights.waking import Waking, mapped_bytes
+from coldsnap.engines.weights.waking import Fill, Waking, mapped_bytes
 from coldsnap.errors import AdmissionError
 from coldsnap.transfer.heap import trim_heap
 from coldsnap.transfer.memory import PreservedMemory, Region
@@ -50,6 +52,7 @@ class Asleep:
 
     generation: Generation
     regions: Mapping[str, tuple[Region, ...]]
+    samples: Samples
     reply: Reply
     native_library: str | None
     native_sha256: str | None
@@ -62,6 +65,7 @@ class WorkerMemory:
     Args:
         memory: The engine's allocator.
         split: What is the model's; asked at each release.
+        ends: Digests of both ends of every parameter and buffer, by name, for a number of bytes; None: it has none.
         hooks: What the engine does around it.
         at: Fault point.
     """
@@ -71,11 +75,13 @@ class WorkerMemory:
         memory: PreservedMemory,
         *,
         split: Callable[[], Split],
+        ends: Ends | None = None,
         hooks: Hooks | None = None,
         at: FaultPoint = unharmed,
     ) -> None:
         self._memory = memory
         self._split = split
+        self._ends = ends
         self._hooks = hooks or Hooks()
         self._at = at
         self._lock = threading.Lock()
@@ -151,8 +157,9 @@ class WorkerMemory:
         try:
             self._hooks.before_release()
             regions, split = self._divide(asked)
+            samples = Samples.of(self._ends, asked.verify_model_bytes)
             generation = self._write(asked, split, regions, library)
-            return self._give_away(asked, split, regions, generation)
+            return self._give_away(asked, split, regions, generation, samples)
         finally:
             self._leave_no_copy()
 
@@ -190,6 +197,7 @@ class WorkerMemory:
                 export_model_payload=asked.export_model_payload,
                 reuse=asked.reuse_blob,
                 reserve_bytes=asked.reserve_bytes,
+                recording=asked.recording,
             ),
             at=self._at,
         )
@@ -200,6 +208,7 @@ class WorkerMemory:
         split: Split,
         regions: Mapping[str, tuple[Region, ...]],
         generation: Generation,
+        samples: Samples,
     ) -> Reply:
         began = time.monotonic()
         every = [region for found in regions.values() for region in found]
@@ -212,10 +221,10 @@ class WorkerMemory:
             self._hooks.after_release()
         except BaseException as error:
             if not all(self._memory.is_mapped(region) for region in every):
-                self._sleep(asked, regions, generation, {}, error=_sentence(error))
+                self._sleep(asked, regions, generation, samples, {}, error=_sentence(error))
             raise
         reply = _release_reply(generation, split, regions, time.monotonic() - began)
-        self._sleep(asked, regions, generation, reply)
+        self._sleep(asked, regions, generation, samples, reply)
         return reply
 
     def _sleep(
@@ -223,6 +232,7 @@ class WorkerMemory:
         asked: ReleaseRequest,
         regions: Mapping[str, tuple[Region, ...]],
         generation: Generation,
+        samples: Samples,
         reply: Reply,
         *,
         error: str = "",
@@ -230,6 +240,7 @@ class WorkerMemory:
         self._last = Asleep(
             generation=generation,
             regions=regions,
+            samples=samples,
             reply=reply,
             native_library=asked.native_library,
             native_sha256=asked.native_sha256,
@@ -277,47 +288,29 @@ class WorkerMemory:
         self._hooks.before_hydrate(tags)
         waking = Waking(self._memory, self._at)
         if WEIGHTS in tags:
-            waking.weights(last.regions[WEIGHTS], self._admit(asked, last), self._reading(asked, last))
+            last.samples.require(asked.compared_bytes)
+            waking.weights(last.regions[WEIGHTS], self._filling(asked, last))
         for tag in tags:
             if tag != WEIGHTS:
                 waking.discarded(tag, last.regions[tag])
         self._memory.synchronize()
+        if WEIGHTS in tags and asked.compared_bytes:
+            last.samples.compare(self._ends)
         self._at("hydrate:commit")
         self._hooks.after_hydrate(tags)
         return waking.reply()
 
-    def _admit(self, asked: HydrateRequest, last: Asleep) -> Admitted:
-        written = last.generation
-        directory, pack, manifest_sha256 = asked.place or (
-            written.directory,
-            written.pack_path,
-            written.manifest_sha256,
-        )
-        admitted = admit(
-            directory,
-            pack=pack,
-            manifest_sha256=manifest_sha256,
-            memory=self._memory,
-            worker=self._worker,
-            verify=asked.verify,
-        )
-        if manifest_sha256 != written.manifest_sha256:
-            raise AdmissionError(
-                f"the generation in {directory} ({manifest_sha256}) is not the one that this process released "
-                f"({written.manifest_sha256}): its residual is of another moment; name the process's own"
-            )
-        return admitted
-
-    def _reading(self, asked: HydrateRequest, last: Asleep) -> Reading:
-        backend = asked.hydration_backend("python" if last.python else "auto")
+    def _filling(self, asked: HydrateRequest, last: Asleep) -> Fill:
         path, sha256 = asked.native_library, asked.native_sha256
         if path is None and sha256 is None:
             path, sha256 = last.native_library, last.native_sha256
-        return Reading(
-            library=self._library(path, sha256, needed=backend != "python"),
-            backend=backend,
-            preverified=asked.verify_mode == "preverified",
-            tuning=asked.tuning,
+        return filling(
+            asked,
+            last.generation,
+            memory=self._memory,
+            worker=self._worker,
+            python=last.python,
+            library=lambda: self._library(path, sha256, needed=True),
         )
 
     # Both ways
@@ -376,6 +369,19 @@ def _release_reply(
         "kept": dict(split.kept),
         "seconds": {"write": sum(generation.seconds.values()), **generation.seconds, "release": seconds},
         "backend": generation.receipt.effective,
+        "recovery": _recorded(generation),
+    }
+
+
+def _recorded(generation: Generation) -> Reply:
+    replay = generation.replay
+    return {
+        "manifest_sha256": generation.recovery_sha256,
+        "reason": replay.reason,
+        "files": len(replay.files),
+        "copies": len(replay.copies),
+        "plain": sum(copy.crc32 is not None for copy in replay.copies),
+        "derived_bytes": replay.derived_bytes,
     }
 
 
