@@ -1,5 +1,6 @@
 """vLLM starts anew without its checkpoint, on another port, and answers with the same tokens."""
 
+import re
 import socket
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,7 @@ from coldsnap.engines.settings import inherited_environment
 from coldsnap.engines.start_files import start_files
 from coldsnap.engines.vllm import VLLM
 from coldsnap.errors import EngineError
+from coldsnap.keeper.activation import activation_environment, activation_files, place_activation
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.control import request_control
 from coldsnap.keeper.directive import (
@@ -32,6 +34,7 @@ from coldsnap.transfer.safetensors import index
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from attrs import evolve  # noqa: E402
+
 from make_tiny_model import make_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.vllm]
@@ -48,8 +51,16 @@ def free():
         return probe.getsockname()[1]
 
 
+def fixed_runtime(trees):
+    """Stage an activation runtime that is another one than the installed: its version says so."""
+    files = activation_files()
+    meta = next(name for name in files if name.endswith(".dist-info/METADATA"))
+    data = re.sub(rb"(?m)^Version: .*$", b"Version: 9.9+fix", files[meta])
+    return trees.add({**files, meta: data})
+
+
 @contextmanager
-def running(directory, python, model, **told):
+def running(directory, python, model, runtime=None, **told):
     """Start vLLM with a model that has no tensors, and tell its load more in the directive."""
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(directory / "cache")}
     spec = VLLM(model, python=python, args=ARGS, env=env, served_model_name="tiny")
@@ -62,7 +73,11 @@ def running(directory, python, model, **told):
             directive = Directive.new(operation="launch", endpoint=endpoint, provider=told.pop("provider"))
             write_directive(keeper.rank_dir, evolve(directive, **told))
             command = spec.launch_command(endpoint, environ=environ)
-            keeper.spawn_engine(command.argv, env=command.env, cwd=command.cwd)
+            env = command.env
+            if runtime is not None:
+                place_activation(keeper.rank_dir, Trees(directory / "store"), runtime.sha256)
+                env = activation_environment(env, keeper.tree_dir)
+            keeper.spawn_engine(command.argv, env=env, cwd=command.cwd)
             await_ready(endpoint, timeout_s=300, ended=lambda: ended(keeper), log=keeper.log_path)
         answer = spec.ask(endpoint, QUESTION, timeout_s=60)
         reports = request_control(keeper.rank_dir, "load_report", timeout_s=30)
@@ -100,8 +115,12 @@ def started(tmp_path_factory, engine_python):
         index_sha256=left["index_sha256"],
     )
     hydration = Hydration(**READING, queue_depth=4, chunk_bytes=64 << 20, workers=(source,))
-    with running(directory, engine_python, tree.path, provider="native", hydration=hydration) as (after, moved, ranks):
+    runtime = fixed_runtime(Trees(store))
+    told = {"provider": "native", "hydration": hydration, "runtime": runtime}
+    with running(directory, engine_python, tree.path, **told) as (after, moved, ranks):
         yield before, left, after, moved, stored, ranks
+    Trees(store).verify(runtime.sha256)
+    Trees(store).verify(tree.sha256)
 
 
 def test_an_engine_without_its_checkpoint_answers_with_the_same_tokens(started):
@@ -125,3 +144,9 @@ def test_a_fresh_engine_is_one_like_any_other(started):
 
     ranks.quiesce(timeout_s=60)
     ranks.resume()
+
+
+def test_a_fix_of_the_activation_runtime_reaches_every_rank_without_a_capture(started):
+    *_, ranks = started
+
+    assert {reply["versions"]["coldsnap"] for reply in ranks.ping().values()} == {"9.9+fix"}
