@@ -20,7 +20,9 @@ def example():
     """Import an example by name."""
 
     def load(name):
-        spec = importlib.util.spec_from_file_location(f"coldsnap_example_{name}", EXAMPLES / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(
+            f"coldsnap_example_{name.replace('/', '_')}", EXAMPLES / f"{name}.py"
+        )
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)

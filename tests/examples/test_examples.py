@@ -1,17 +1,25 @@
 """Each example does what its first lines say."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
+import threading
+import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 import coldsnap as cs
+from coldsnap.artifact.durable import is_committed
 
 pytestmark = pytest.mark.criu
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def ask(url):
@@ -173,3 +181,68 @@ def test_the_doctor_says_what_blocks_and_keeps_it(example, tmp_path, capsys):
     assert json.loads((tmp_path / "diagnosis.json").read_text())["pid"] == os.getpid()
     assert doctor.main(["4194999"]) == 2
     assert capsys.readouterr().err.startswith("there is no process 4194999")
+
+
+def serve_until_it_answers(serve, engine, options, port):
+    """Run the entry point in this thread; as soon as the engine answers, stop the container."""
+    answers = []
+
+    def visitor():
+        for _ in range(600):
+            with contextlib.suppress(httpx.HTTPError, KeyError):
+                if is_committed(options.artifact):  # while it is captured it answers, too
+                    answers.append(ask(f"http://127.0.0.1:{port}")["choices"][0]["token_ids"])
+                    break
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    thread = threading.Thread(target=visitor)
+    thread.start()
+    try:
+        status = serve(engine, options)
+    finally:
+        thread.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return status, answers
+
+
+def test_the_first_container_captures_and_the_next_restores(tmp_path, example, described, criu, free_port, capsys):
+    module = example("container/serve")
+    output = tmp_path / "artifact"
+    common = ["m", str(output), "--criu", criu, "--port", str(free_port), "--address", "127.0.0.1"]
+    options = module.arguments(common)
+
+    first = serve_until_it_answers(module.serve, described(), options, free_port)
+    said = capsys.readouterr()
+    assert cs.Artifact.open(output).descriptor.engine.kind == "reference"
+    second = serve_until_it_answers(module.serve, described(), options, free_port)
+
+    assert first == second and first[0] == 0 and first[1]
+    assert said.out.endswith("serves\nstopped\n")
+    again = capsys.readouterr()
+    assert "commit" in said.out + said.err and "thaw" in again.out + again.err
+
+
+def test_a_container_whose_artifact_is_damaged_says_so_and_ends(tmp_path, example, described, artifact, criu, capsys):
+    module = example("container/serve")
+    shutil.copytree(artifact, tmp_path / "a")
+    (tmp_path / "a" / "artifact.json").write_bytes(b"{}")
+
+    assert module.serve(described(), module.arguments(["m", str(tmp_path / "a"), "--criu", criu])) == 1
+    assert "not served: " in capsys.readouterr().err
+
+
+def test_the_files_for_containers_ask_for_the_capabilities_of_the_document():
+    root = EXAMPLES / "container"
+    wanted = {"SYS_ADMIN", "NET_ADMIN", "SYS_TIME", "SYS_PTRACE"}
+    for name, pattern in (
+        ("run.sh", r"--cap-add (\w+)"),
+        ("compose.yaml", r"cap_add: \[(.+)\]"),
+        ("pod.yaml", r"\{add: \[(.+)\]\}"),
+    ):
+        found = re.findall(pattern, (root / name).read_text())
+        assert {one for text in found for one in text.split(", ")} == wanted, name
+    run = (EXAMPLES.parent / "docs" / "deploy.md").read_text().partition("docker run")[2].partition("```")[0]
+    assert set(re.findall(r"--cap-add (\w+)", run)) == wanted
