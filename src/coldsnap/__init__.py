@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from coldsnap import errors, policy
     from coldsnap.artifact import Artifact
     from coldsnap.diagnosing import diagnose
+    from coldsnap.engines.sglang import SGLang
     from coldsnap.engines.vllm import VLLM
     from coldsnap.errors import AdmissionError, ColdSnapError
     from coldsnap.execute import execute
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "coldsnap.artifact": ("Artifact",),
     "coldsnap.diagnosing": ("diagnose",),
+    "coldsnap.engines.sglang": ("SGLang",),
     "coldsnap.engines.vllm": ("VLLM",),
     "coldsnap.errors": ("AdmissionError", "ColdSnapError"),
     "coldsnap.execute": ("execute",),
@@ -103,6 +105,7 @@ __all__ = [
     "Publish",
     "Report",
     "Restore",
+    "SGLang",
     "Sleep",
     "Status",
     "Stop",

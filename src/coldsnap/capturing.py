@@ -248,7 +248,8 @@ def _asleep(session: Session) -> Iterator[str]:
 def ready(session: Session, step: AwaitReady) -> Receipt:
     """Wait for port and health, then for the control socket of every rank."""
     endpoint, environment = session.endpoint, session.need(session.environment, "an environment")
-    path, log = session.spec.ready_path(environment), session.living.log_path
+    closed = session.plan.operation == "restore"
+    path, log = session.spec.ready_path(environment, closed=closed), session.living.log_path
     if path is None:
         seconds = session.ranks.await_ready(timeout_s=step.timeout_s, log=log)
     else:

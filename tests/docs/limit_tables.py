@@ -11,6 +11,7 @@ from attrs import evolve
 from coldsnap.behaviour import ANY, WORKING
 from coldsnap.drivers.findings import KINDS
 from coldsnap.engines.argument_limits import MODEL_LIMITS
+from coldsnap.engines.sglang import arguments as sglang_arguments
 from coldsnap.engines.vllm import arguments
 from coldsnap.operation import Capture, Placement, UnitPlacement, local
 from coldsnap.policy import Policy, leaves
@@ -137,6 +138,7 @@ if __name__ == "__main__":
 
     print(table(policy_rows()), table(limit_rows(arguments.ARGUMENTS.rows)), sep="\n\n")
     print(table(limit_rows(arguments.ENVIRONMENT.rows)), table(model_rows()), sep="\n\n")
+    print(table(limit_rows(sglang_arguments.ARGUMENTS.rows)), table(limit_rows(sglang_arguments.ENVIRONMENT.rows)))
     print(table(finding_rows()))
     for title, happens in SITUATIONS.items():
         try:

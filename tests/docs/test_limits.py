@@ -8,6 +8,7 @@ from limit_tables import SITUATIONS, finding_rows, limit_rows, model_rows, polic
 
 from coldsnap import errors
 from coldsnap.drivers.criu import GHOST_LIMIT_BYTES
+from coldsnap.engines.sglang import arguments as sglang_arguments
 from coldsnap.engines.vllm import arguments
 
 TEXT = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
@@ -41,6 +42,8 @@ SENTENCES = {row[0]: row for title in ("Machines and placements", "Launches", "R
         ("Policy values", policy_rows()),
         ("vLLM arguments", limit_rows(arguments.ARGUMENTS.rows)),
         ("vLLM environment", limit_rows(arguments.ENVIRONMENT.rows)),
+        ("SGLang arguments", limit_rows(sglang_arguments.ARGUMENTS.rows)),
+        ("SGLang environment", limit_rows(sglang_arguments.ENVIRONMENT.rows)),
         ("Models", model_rows()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -162,11 +162,13 @@ class Engine(Protocol):
             environment: What its interpreter has installed: releases may load plugins in more processes than others.
         """
 
-    def ready_path(self, environment: EngineEnvironment) -> str | None:
+    def ready_path(self, environment: EngineEnvironment, *, closed: bool) -> str | None:
         """Return the path that answers 200 when the engine serves, ``None`` where only its ranks can tell.
 
         Args:
             environment: What its interpreter has installed.
+            closed: Its door is closed, and stays so until a restored engine has answered as it did: the path then
+                tells that its front end runs.
         """
 
     def ask(

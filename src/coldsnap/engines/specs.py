@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from attrs import frozen
@@ -38,6 +39,8 @@ RELEASING = {"COLDSNAP_EXPORT_MODEL_PAYLOAD": "1"}
 T = TypeVar("T")
 
 _KINDS: dict[str, type[Any]] = {}
+# Imported where one is met, and not before.
+_PROVIDED = {"vllm": ("coldsnap.engines.vllm", "VLLM"), "sglang": ("coldsnap.engines.sglang", "SGLang")}
 
 
 def register(kind: type[T]) -> type[T]:
@@ -63,12 +66,11 @@ def spec_from_text(text: str) -> Engine:
         kind = data.pop("kind")
     except (ValueError, KeyError, AttributeError) as error:
         raise FormatError(f"not the specification of an engine: {error}", path="spec", rule="json.1") from error
-    if kind == "vllm" and kind not in _KINDS:
-        from coldsnap.engines.vllm import VLLM  # noqa: PLC0415 - only where it is needed
-
-        register(VLLM)
+    if kind in _PROVIDED and kind not in _KINDS:
+        module, name = _PROVIDED[kind]
+        register(getattr(import_module(module), name))
     if kind not in _KINDS:
-        known = ", ".join(sorted({*_KINDS, "vllm"}))
+        known = ", ".join(sorted({*_KINDS, *_PROVIDED}))
         raise AdmissionError(
             f"the engine kind {kind!r} is not known here (known: {known}); import the module that defines it"
         )

@@ -161,7 +161,7 @@ class ReferenceEngine:
         """Return how many ranks of each role listen once it is ready."""
         return {"api": 1, "worker": 1}
 
-    def ready_path(self, environment: EngineEnvironment) -> str | None:  # noqa: ARG002
+    def ready_path(self, environment: EngineEnvironment, *, closed: bool) -> str | None:  # noqa: ARG002
         """Return where the server says that it can serve."""
         return "/health"
 

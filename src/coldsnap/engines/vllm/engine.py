@@ -177,7 +177,7 @@ class VLLM(DescribedEngine):
         inside = gpu and self.world_size == 1 and executor != "mp"
         return {"api": 1, "engine": 1} | ({} if inside else {"worker": self.world_size})
 
-    def ready_path(self, environment: EngineEnvironment) -> str | None:  # noqa: ARG002
+    def ready_path(self, environment: EngineEnvironment, *, closed: bool) -> str | None:  # noqa: ARG002
         """Return where the server says that it can serve."""
         return "/health"
 
