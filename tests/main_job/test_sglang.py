@@ -1,0 +1,153 @@
+"""Real SGLang, captured and restored: weights in the image and outside it, one rank and two, the same tokens.
+
+The one rule: every comparison is of token ids and of SGLang's own checksums of its weights, each with what the same
+server said before its capture.
+"""
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import coldsnap as cs
+from coldsnap.transfer.samples import draw, search
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "execute"))
+from lab import kill_rank, until
+
+pytestmark = [pytest.mark.sglang, pytest.mark.criu, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPTS = ("You may convey verbatim copies of the", "The capital of France is")
+MAKER = Path(__file__).parents[2] / "examples" / "make_tiny_model.py"
+ARGS = (
+    *("--attention-backend", "torch_native", "--max-total-tokens", "2048", "--mem-fraction-static", "0.1"),
+    *("--context-length", "512", "--sleep-on-idle"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    subprocess.run([sys.executable, str(MAKER), str(path)], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+@pytest.fixture
+def run(criu):
+    """Resolve an operation with facts of this moment, and execute it."""
+
+    def run(operation, **policy):
+        plan = cs.resolve(cs.Policy().evolve(**policy), operation, cs.probe(criu=criu))
+        return cs.execute(plan, on_event=cs.progress(file=sys.stdout))
+
+    return run
+
+
+def post(engine, path, body, *, timeout_s=120):
+    """Return status and body of an answer; the connection is closed by the server."""
+    connection = http.client.HTTPConnection(engine.endpoint.host, engine.endpoint.port, timeout=timeout_s)
+    with contextlib.closing(connection):
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def get(engine, path, *, timeout_s=120):
+    """Return the status of a path."""
+    connection = http.client.HTTPConnection(engine.endpoint.host, engine.endpoint.port, timeout=timeout_s)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers={"Connection": "close"})
+        return connection.getresponse().status
+
+
+def said(engine):
+    """Return what a server answers to each prompt, and the checksum of its weights."""
+    assert post(engine, "/flush_cache", {})[0] == 200
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    answers = [post(engine, "/generate", {"text": text, "sampling_params": sampling}) for text in PROMPTS]
+    assert [status for status, _ in answers] == [200] * len(PROMPTS)
+    status, checked = post(engine, "/weights_checker", {"action": "checksum"})
+    assert status == 200, checked
+    told = json.loads(checked)
+    return [json.loads(body)["output_ids"] for _, body in answers], told["per_engine_checksum"]
+
+
+def restored(run, artifact, port, expected, *, times):
+    """Restore several times, one after the other, and hold each against what was said before."""
+    for _ in range(times):
+        report = run(cs.Restore(artifact, placement=cs.local(port=port)))
+        with report.serving as engine:
+            assert get(engine, "/ready") == 200
+            assert said(engine) == expected
+            assert 0 < report.answer_s <= report.timeline.seconds
+
+
+def test_one_rank_comes_back_with_its_weights_in_the_image_and_out_of_a_pack(
+    model, sglang_python, tmp_path, free_ports, run
+):
+    first, second = free_ports(2)
+    spec = cs.SGLang(model, args=(*ARGS, "--enable-memory-saver"), python=sglang_python)
+    began_s = time.monotonic()
+    launched = run(cs.Launch(spec, placement=cs.local(port=first)), **{"weights.mode": "native"})
+    cold_s = time.monotonic() - began_s
+    with launched.engine as original:
+        expected = said(original)
+        image = run(cs.Capture(original, output=tmp_path / "image", then="keep"), **{"weights.mode": "image"})
+        assert image.workload == "the engine serves on"
+        assert said(original) == expected
+        native = run(cs.Capture(original, output=tmp_path / "native"))
+    assert native.workload == "stopped"
+
+    within, outside = (cs.Artifact.open(tmp_path / name) for name in ("image", "native"))
+    assert (within.descriptor.weights.kind, outside.descriptor.weights.kind) == ("image", "packs")
+    assert outside.size_bytes["images"] < within.size_bytes["images"] - (5 << 20)
+    assert not found_in(outside.path, model)
+    assert found_in(within.path, model), "the search would find what is there"
+
+    restored(run, within, second, expected, times=3)
+    restored(run, outside, second, expected, times=2)
+    report = run(cs.Restore(outside, placement=cs.local(port=first)))
+    print(f"cold start {cold_s:.2f} s, restore to the first token {report.answer_s:.2f} s")
+    with report.serving as engine:
+        assert said(engine) == expected
+        a_dead_scheduler_ends_everything_with_its_name(engine, tmp_path, run)
+
+
+def found_in(artifact, model):
+    """Return which of 100 samples of a checkpoint are in the process images of an artifact."""
+    samples = []
+    for path in sorted(model.glob("*.safetensors")):
+        head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        samples += draw(path, [(head, path.stat().st_size - head)], 50, seed=0)
+    assert len(samples) == 100
+    return search(sorted(artifact.rglob("pages-*.img")), samples)
+
+
+def a_dead_scheduler_ends_everything_with_its_name(engine, tmp_path, run):
+    pid = kill_rank(engine.run_dir, "worker")
+
+    with pytest.raises(cs.ColdSnapError, match=rf"worker \(pid {pid}\) has died|ended"):
+        run(cs.Capture(engine, output=tmp_path / "after"))
+    assert not (tmp_path / "after").exists()
+    assert until(lambda: engine.status().state != "running", "the end of a server without its scheduler")
+
+
+def test_two_ranks_come_back_together(model, sglang_python, tmp_path, free_ports, run):
+    first, second = free_ports(2)
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}  # one NUMA node, two ranks
+    spec = cs.SGLang(model, args=(*ARGS, "--tp", "2"), python=sglang_python, env=env)
+    launched = run(cs.Launch(spec, placement=cs.local(port=first)))
+    with launched.engine as original:
+        expected = said(original)
+        run(cs.Capture(original, output=tmp_path / "artifact", then="keep"))
+        artifact = cs.Artifact.open(tmp_path / "artifact")
+        assert len(artifact.descriptor.topology.workers) == 2
+        restored(run, artifact, second, expected, times=1)  # beside the living original
+        assert said(original) == expected
+    restored(run, artifact, first, expected, times=2)
