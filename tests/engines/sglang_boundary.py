@@ -105,6 +105,7 @@ class Rank:
             before=lambda: self.steps.append("before"),
             leave=lambda: self.steps.append("leave"),
             enter=lambda: self.steps.append("enter"),
+            after=lambda: self.steps.append("after"),
             abort=self.abort,
         )
         self.resident.add_model("model", draft=False, path="/models/target")

@@ -47,7 +47,7 @@ def test_a_release_writes_the_weights_and_sglang_takes_the_memory(rank):
     assert not rank.memory.is_mapped(rank.weights)
     rank.hydrate()
     assert rank.manager.calls[1:] == [("resume", "weights"), ("resume", "kv_cache"), ("resume", "cuda_graph")]
-    assert rank.steps == ["before", "leave", "enter"]
+    assert rank.steps == ["before", "leave", "enter", "after"]
     assert rank.bytes() == before
 
 
@@ -100,6 +100,7 @@ def test_weights_may_come_back_before_the_kv_cache(rank):
     rank.hydrate(tags=["weights"])
     assert rank.bytes() == before
     assert not rank.memory.is_mapped(rank.kv)
+    assert rank.steps == ["before", "leave", "enter"]
     rank.hydrate()
     assert rank.memory.is_mapped(rank.kv)
     assert rank.manager.offload_tags == set()

@@ -132,7 +132,7 @@ def _preverified(mode: str) -> str:
 _ACTED_ON = {"DISK_SLEEP_DIR", "KV_CAPACITY_GUARD", "MODEL_ID", "MODEL_METADATA_SHA256", "MODEL_REVISION"}
 _ACTED_ON |= {"RECOVERY_WEIGHT_SOURCE", "VLLM_OVERRIDE_CUMEM"}
 # SGLang's.
-_ACTED_ON |= {"LIVE_BACKING", "RUNTIME_DIR"}
+_ACTED_ON |= {"LIVE_BACKING", "RUNTIME_DIR", "SGLANG_RECOVERY_LOAD_FORMAT"}
 
 
 def _recovery(suffix: str, leaf: str, default: str, meaning: str, projection: Projection = _text) -> Setting:
@@ -299,7 +299,7 @@ SETTINGS: tuple[Setting, ...] = (
         projection=_preverified,
     ),
     _plain("SGLANG_STARTUP_PROVIDER", "controller", "sglang", "", "native or recovery, chosen by the plan."),
-    _plain("SGLANG_RECOVERY_LOAD_FORMAT", "controller", "sglang", "", "SGLang's load format when recovering."),
+    _plain("SGLANG_RECOVERY_LOAD_FORMAT", "controller", "sglang", "auto", "SGLang's load format when recovering."),
 )
 
 _BY_NAME: Mapping[str, Setting] = {row.name: row for row in SETTINGS}

@@ -40,6 +40,7 @@ class Boundary:
         before: Done when it is certain that SGLang will take memory away: graphs go.
         leave: Done after it has, before anyone is answered: communicators end.
         enter: Done before SGLang brings memory back: communicators begin.
+        after: Done when all of it is back, and filled: graphs are captured.
         abort: Ends the process.
     """
 
@@ -52,6 +53,7 @@ class Boundary:
         before: Step,
         leave: Step,
         enter: Step,
+        after: Step,
         abort: Callable[[BaseException], Any],
     ) -> None:
         self._resident = resident
@@ -60,6 +62,7 @@ class Boundary:
         self._before = before
         self._leave = leave
         self._enter = enter
+        self._after = after
         self._abort = abort
         self._pass: _Pass | None = None
         self._manager: Any = None
@@ -145,6 +148,10 @@ class Boundary:
             self._live.resume(this.tags)
         if this.left:
             self.resume_tags(this.left)
+        if this.entered and not this.manager.offload_tags:
+            this.agreement.reached("filled")
+            with self._fatal():
+                self._after()
         return reply
 
     def resume_tags(self, tags: Sequence[str]) -> None:

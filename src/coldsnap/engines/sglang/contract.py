@@ -230,12 +230,15 @@ CONTRACT: tuple[Requirement, ...] = (
         why="captures prefill graphs late",
     ),
     Requirement(module=_GROUPS, name="_groups", why="has every group of ranks"),
-    Requirement(module=_GROUPS, name="GroupCoordinator.pynccl_comm", why="is the NCCL communicator of a group"),
+    *(
+        Requirement(module=_GROUPS, name=f"GroupCoordinator.{name}", why="is what a group's communicators are made of")
+        for name in ("ranks", "device_group", "pynccl_comm")
+    ),
     Requirement(
         module=_NCCL,
         name="PyNcclCommunicator.__init__",
         parameters=("group", "device"),
-        stores=("nccl", "comm", "unique_id"),
+        stores=("group", "device", "available", "disabled", "nccl", "comm"),
         why="makes a communicator, and so tells how to make it again",
     ),
     Requirement(

@@ -1,8 +1,8 @@
 """The load observer around SGLang's loading of a model.
 
 SGLang's default loader makes an iterator of weights from a list of files, and hands it with the model to
-``load_weights_and_postprocess``. Both are hooked: the iterators bind what they yield, and the load with its
-post-processing runs under an observer; what a quantisation does to a parameter afterwards is seen, too.
+``load_weights_and_postprocess``. Both are hooked: the iterators bind what they yield, and the model's own
+``load_weights`` runs under an observer.
 
 The one rule: that of vLLM's observer: observing is asked for before the engine is launched, and then it happens; what
 stands in its way ends the load.
@@ -11,6 +11,7 @@ stands in its way ends the load.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from coldsnap.engines.sglang.contract import ITERATORS
 from coldsnap.engines.sglang.hooking import Hook, Wrapper
@@ -27,7 +28,15 @@ class DefaultModelLoader:
 
 
 class SglangLoads(Loads):
-    """The loads of one process, by the model that was loaded."""
+    """The loads of one process, by the model that was loaded.
+
+    Attributes:
+        unobserved: Models that get their weights in another way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unobserved: WeakSet[Any] = WeakSet()
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return what is hooked."""
@@ -40,10 +49,16 @@ class SglangLoads(Loads):
         )
 
     def _load(self, original: Wrapper, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if model in self._by_model:
-            return original(model, *args, **kwargs)  # weights that are updated; what is where was seen at first
-        observed = self._observing(lambda _, *rest, **named: original(*rest, **named))
-        return observed(DefaultModelLoader(), model, *args, **kwargs)
+        if model in self._by_model or model in self.unobserved:
+            return original(model, *args, **kwargs)  # weights that are updated: what is where was seen at first
+        load_weights = model.load_weights
+        observed = self._observing(lambda _, __, *rest, **named: load_weights(*rest, **named))
+        # Releases differ in what they do before and after; all of them call this.
+        model.load_weights = lambda *rest, **named: observed(DefaultModelLoader(), model, *rest, **named)
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            del model.load_weights
 
     def _read(self, original: Wrapper, *args: Any, **kwargs: Any) -> Any:
         return self._binding(original)(*args, **kwargs)

@@ -5,15 +5,19 @@ The one rule: a process gets the hooks of its own role alone, since SGLang impor
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from coldsnap.engines.rank import Operation
+from coldsnap.engines.sglang import cuda
 from coldsnap.engines.sglang.frontend import FrontEnd
+from coldsnap.engines.sglang.graphs import Graphs
 from coldsnap.engines.sglang.hooking import Hook, Hooking
 from coldsnap.engines.sglang.meeting import Meeting
+from coldsnap.engines.sglang.nccl import Communicators
 from coldsnap.engines.sglang.plugin import abort
 from coldsnap.errors import EngineError
 from coldsnap.keeper.control import request_control
@@ -34,13 +38,14 @@ def hook_front_end(directive_path: str) -> Mapping[str, Operation]:
     """
     import sglang  # noqa: PLC0415
 
-    from coldsnap.engines.sglang import contract  # noqa: PLC0415
+    from coldsnap.engines.sglang import contract, load_format  # noqa: PLC0415
 
     (tree,) = sglang.__path__
     contract.report(tree, version=getattr(sglang, "__version__", "")).require()
     front = FrontEnd()
     doors = Doors(front, os.path.dirname(directive_path))
-    _hooking().register(doors.hooks())
+    load_format.announce()
+    _hooking().register((*doors.hooks(), *load_format.hooks()))
     return {**front.operations(), **doors.meeting.operations()}
 
 
@@ -111,11 +116,13 @@ def hook_worker(directive_path: str) -> Mapping[str, Operation]:
     Raises:
         ContractError: SGLang lacks what the plugin hooks.
     """
+    from coldsnap.engines.sglang import load_format  # noqa: PLC0415
     from coldsnap.engines.sglang.agreement import over_group  # noqa: PLC0415
     from coldsnap.engines.sglang.boundary import Boundary  # noqa: PLC0415
     from coldsnap.engines.sglang.live import Live  # noqa: PLC0415
     from coldsnap.engines.sglang.loading import is_asked_for, loads  # noqa: PLC0415
     from coldsnap.engines.sglang.worker import Resident  # noqa: PLC0415
+    from coldsnap.engines.vllm.ordered import ordered  # noqa: PLC0415
 
     directory = os.path.dirname(directive_path)
 
@@ -123,19 +130,68 @@ def hook_worker(directive_path: str) -> Mapping[str, Operation]:
         request_control(directory, "meet", roles=["api"], timeout_s=_TRANSITION_S, kind=kind, worker=worker)
 
     resident = Resident(meet=meet, settle=loads.settle)
+    device = UnderScheduler()
     boundary = Boundary(
         resident,
         Live(resident),
         exchange=lambda manager: over_group(manager.tp_cpu_group),
-        before=lambda: None,
-        leave=lambda: None,
-        enter=lambda: None,
+        before=device.discard_graphs,
+        leave=device.end_communicators,
+        enter=device.begin_communicators,
+        after=device.capture_graphs,
         abort=abort,
     )
-    arrivals = Arrivals(resident, boundary)
-    observing = loads.hooks() if is_asked_for() else ()
-    _hooking().register((*arrivals.hooks(), *observing))
-    return {**resident.operations(), **loads.operations(), "digests": arrivals.digests}
+    arrivals = Arrivals(resident, boundary, device)
+    observing = loads.hooks() if is_asked_for() or ordered.exports() else ()
+    _hooking().register((*arrivals.hooks(), *observing, *load_format.hooks()))
+    about_models = {**loads.operations(), **ordered.operations(), "digests": arrivals.digests}
+    return {**resident.operations(), **about_models}
+
+
+class UnderScheduler:
+    """Graphs and communicators of a scheduler; on a processor there are none.
+
+    Attributes:
+        runners: SGLang's model runners, by the role of their model.
+    """
+
+    def __init__(self) -> None:
+        self.runners: dict[str, Any] = {}
+
+    @functools.cached_property
+    def _both(self) -> tuple[Graphs, Communicators] | None:
+        import torch.distributed as dist  # noqa: PLC0415  only the engine's environment has it
+
+        device = cuda.of_process()
+        if device is None:
+            return None
+        graphs = Graphs(runners=lambda: self.runners, workers=dist.get_world_size, device=device)
+        return graphs, Communicators(groups=device.groups, transport=device)
+
+    def require_replaceable(self) -> None:
+        """Demand that what would be destroyed can be made again."""
+        if self._both:
+            self._both[0].require_replaceable()
+
+    def discard_graphs(self) -> None:
+        """Destroy the graphs."""
+        if self._both:
+            self._both[0].discard()
+
+    def capture_graphs(self) -> None:
+        """Capture them again."""
+        if self._both:
+            self._both[0].capture()
+
+    def end_communicators(self) -> None:
+        """End the communicators."""
+        if self._both:
+            self._both[1].prepare()
+
+    def begin_communicators(self) -> None:
+        """Begin them again."""
+        if self._both:
+            self._both[1].restore()
 
 
 class Arrivals:
@@ -144,11 +200,13 @@ class Arrivals:
     Args:
         resident: Who takes them.
         boundary: Where their memory changes hands.
+        device: Where they run.
     """
 
-    def __init__(self, resident: Any, boundary: Any) -> None:
+    def __init__(self, resident: Any, boundary: Any, device: UnderScheduler) -> None:
         self._resident = resident
         self._boundary = boundary
+        self._device = device
 
     def hooks(self) -> tuple[Hook, ...]:
         """Return what is hooked."""
@@ -180,6 +238,7 @@ class Arrivals:
         result = original(runner, *args, **kwargs)
         path = str(runner.model_config.model_path)
         role = self._resident.add_model(runner.model, draft=bool(runner.is_draft_worker), path=path)
+        self._device.runners[role] = runner
         if runner.memory_saver_adapter.enabled and self._resident.memory is None:
             self._settle_in()
         _log(f"has the {role} model{'' if self._resident.memory else ', in memory that cannot be released'}")
@@ -196,8 +255,12 @@ class Arrivals:
             rank=dist.get_rank(),
             pause=self._boundary.pause,
             resume=self._boundary.resume_tags,
-            hooks=Hooks(before_release=self._resident.require_mapped),
+            hooks=Hooks(before_release=self._before_release),
         )
+
+    def _before_release(self) -> None:
+        self._resident.require_mapped()
+        self._device.require_replaceable()
 
 
 def _hooking() -> Hooking:

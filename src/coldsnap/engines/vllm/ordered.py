@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from coldsnap.engines.settings import directive_path
 from coldsnap.errors import ContractError
-from coldsnap.keeper.directive import Directive, read_directive
+from coldsnap.keeper.directive import Checkpoint, Directive, read_directive
 
 if TYPE_CHECKING:
     from coldsnap.engines.rank import Operation
@@ -67,15 +67,32 @@ class Ordered:
         Raises:
             ContractError: The directive does not say where the weights come from.
         """
-        directive = _directive()
-        if directive is None:
-            raise ContractError(f"--load-format {LOAD_FORMAT} belongs to engines that this library starts; use auto")
+        directive = self.order()
         if directive.provider == "native":
-            self._start(model, directive)
+            self.start(model, directive)
         else:
             self._from_checkpoint(loader, model, model_config, directive)
 
-    def _start(self, model: Any, directive: Directive) -> None:
+    def order(self) -> Directive:
+        """Return what a load of the format ``coldsnap`` goes by.
+
+        Raises:
+            ContractError: This library did not start the engine.
+        """
+        if (directive := _directive()) is None:
+            raise ContractError(f"--load-format {LOAD_FORMAT} belongs to engines that this library starts; use auto")
+        return directive
+
+    def start(self, model: Any, directive: Directive) -> None:
+        """Bring the weights of a pack.
+
+        Args:
+            model: What they are for, its parameters allocated.
+            directive: Says where they are.
+
+        Raises:
+            ContractError: It does not.
+        """
         from coldsnap.engines.weights.fresh import StartRequest, start  # noqa: PLC0415
         from coldsnap.engines.weights.requests import read_request  # noqa: PLC0415
 
@@ -98,19 +115,32 @@ class Ordered:
     def _from_checkpoint(self, loader: Any, model: Any, model_config: Any, directive: Directive) -> None:
         from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415  only the engine's has it
 
-        if directive.checkpoint is None:
-            raise ContractError(f"the directive has the provider {directive.provider} and names no checkpoint")
+        checkpoint = self.checkpoint(directive)
         # Copies: what the engine says about itself, and caches by, stays what it was started with.
         load_config, there = copy.copy(loader.load_config), copy.copy(model_config)
-        load_config.load_format = directive.checkpoint.load_format
-        there.model, there.revision = directive.checkpoint.path, None
+        load_config.load_format = checkpoint.load_format
+        there.model, there.revision = checkpoint.path, None
         get_model_loader(load_config).load_weights(model, there)
+        self.loaded_from(checkpoint.path, directive)
+
+    def checkpoint(self, directive: Directive) -> Checkpoint:
+        """Return the checkpoint that a directive names.
+
+        Raises:
+            ContractError: It names none.
+        """
+        if directive.checkpoint is None:
+            raise ContractError(f"the directive has the provider {directive.provider} and names no checkpoint")
+        return directive.checkpoint
+
+    def loaded_from(self, path: str, directive: Directive) -> None:
+        """Report that the weights came from a checkpoint, unless there is more to report."""
         if "task" not in self._report:
             self._report = {
                 "task": "recover",
                 "worker": _worker(),
                 "provider": "recovery" if directive.provider == "recovery" else "checkpoint",
-                "model": directive.checkpoint.path,
+                "model": path,
             }
 
     def _is_done(self, model: Any) -> bool:
