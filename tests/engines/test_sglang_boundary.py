@@ -2,11 +2,13 @@
 
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
 
 from coldsnap.engines.rank import Busy
+from coldsnap.engines.sglang.updating import Updates
 from coldsnap.errors import EngineError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -127,6 +129,21 @@ def test_what_goes_wrong_in_sglangs_own_part_ends_the_process(rank):
 
     with pytest.raises(Gone, match="out of memory"):
         rank.boundary.release(breaks, rank.manager, Request())
+
+
+def test_each_draft_model_is_updated_from_its_own_checkpoint(rank):
+    for path in ("/models/draft", "/models/second"):
+        rank.resident.add_model(path, draft=True, path=path)
+    assert list(rank.resident.models) == ["target", "draft", "draft-1"]
+
+    def updated(model, load_format):
+        updater = types.SimpleNamespace(get_model=lambda: model)
+        return Updates(rank.resident).update(lambda _, path, __: path, updater, "/models/asked", load_format)
+
+    assert updated("model", "coldsnap") == "/models/asked"
+    assert updated("/models/draft", "coldsnap") == "/models/draft"
+    assert updated("/models/second", "coldsnap") == "/models/second"
+    assert updated("/models/second", "auto") == "/models/asked"
 
 
 # Several ranks

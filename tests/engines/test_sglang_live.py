@@ -101,9 +101,18 @@ def test_no_byte_of_the_checkpoint_is_left_in_memory(asleep, tmp_path):
     assert len({found.sample for found in search(server.memory(tmp_path), samples)}) == 100
 
 
-def test_memory_that_comes_back_without_the_weights_gives_other_checksums(asleep, before):
+def test_a_resume_without_the_weights_gives_other_tokens_and_checksums(asleep, before):
     server, *_ = asleep
-    # SGLang's own resume, around the operation that would fill: what is mapped is zero.
+    server.hydrate(tags=["kv_cache"])
+    server.ranks.resume()
+    assert server.answer() != before[0]
+    assert server.checksums() != before[1]
+    server.hydrate()
+    assert same(server, before)
+
+
+def test_a_hydrate_that_failed_is_repeated(asleep, before):
+    server, *_ = asleep
     path = server.directory / "generation" / "worker-0" / "weights.blob"
     good = path.read_bytes()
     path.write_bytes(good[::-1])
@@ -181,7 +190,9 @@ def test_the_prefix_cache_is_emptied(server, before):
 
 
 @pytest.mark.slow
-def test_a_server_is_started_from_the_pack_without_a_checkpoint(server, before, sglang_python, tmp_path):
+def test_a_server_is_started_from_the_pack_without_a_checkpoint_and_updated_from_one(
+    server, before, sglang_python, tmp_path
+):
     report = server.control("load_report", "worker")
     assert report["task"] == "export"
     model = tmp_path / "tiny"
@@ -203,10 +214,19 @@ def test_a_server_is_started_from_the_pack_without_a_checkpoint(server, before, 
         workers=(source,),
     )
     orders = {"provider": "native", "hydration": hydration}
-    fresh = Server(tmp_path, sglang_python, "--load-format", "coldsnap", model=model, orders=orders)
+    discard = {"COLDSNAP_LIVE_BACKING": "discard"}
+    fresh = Server(tmp_path, sglang_python, "--load-format", "coldsnap", model=model, orders=orders, **discard)
     try:
         fresh.await_ready()
         assert fresh.control("load_report", "worker")["provider"] == "native"
+        assert (fresh.answer(), fresh.checksums()) == before
+        # What SGLang itself discarded is gone, until SGLang itself loads it again.
+        fresh.post("/release_memory_occupation")
+        fresh.post("/resume_memory_occupation", {"tags": ["weights"]})
+        assert fresh.checksums() != before[1]
+        update = {"model_path": str(server.model), "load_format": "coldsnap"}
+        assert fresh.post("/update_weights_from_disk", update).json()["success"]
+        fresh.post("/resume_memory_occupation")
         assert (fresh.answer(), fresh.checksums()) == before
     finally:
         fresh.stop()

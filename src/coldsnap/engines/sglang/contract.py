@@ -161,6 +161,13 @@ CONTRACT: tuple[Requirement, ...] = (
         ),
         why="makes its name known; server_args has it, too",
     ),
+    Requirement(
+        module="srt.model_executor.model_runner_components.weight_updater",
+        name="WeightUpdater.update_weights_from_disk",
+        parameters=("model_path", "load_format"),
+        calls=("get_model_loader", "load_weights_and_postprocess", "get_model"),
+        why="loads one model again, from a path that may be another's",
+    ),
     # The front end: frontend.py
     Requirement(
         module=_TOKENIZER,

@@ -121,6 +121,7 @@ def hook_worker(directive_path: str) -> Mapping[str, Operation]:
     from coldsnap.engines.sglang.boundary import Boundary  # noqa: PLC0415
     from coldsnap.engines.sglang.live import Live  # noqa: PLC0415
     from coldsnap.engines.sglang.loading import is_asked_for, loads  # noqa: PLC0415
+    from coldsnap.engines.sglang.updating import Updates  # noqa: PLC0415
     from coldsnap.engines.sglang.worker import Resident  # noqa: PLC0415
     from coldsnap.engines.vllm.ordered import ordered  # noqa: PLC0415
 
@@ -143,7 +144,7 @@ def hook_worker(directive_path: str) -> Mapping[str, Operation]:
     )
     arrivals = Arrivals(resident, boundary, device)
     observing = loads.hooks() if is_asked_for() or ordered.exports() else ()
-    _hooking().register((*arrivals.hooks(), *observing, *load_format.hooks()))
+    _hooking().register((*arrivals.hooks(), *Updates(resident).hooks(), *observing, *load_format.hooks()))
     about_models = {**loads.operations(), **ordered.operations(), "digests": arrivals.digests}
     return {**resident.operations(), **about_models}
 

@@ -104,9 +104,10 @@ class Resident:
         """Return the models by role: ``target``, ``draft``, ``draft-1`` and so on."""
         return self._models
 
-    def path_of(self, model: Any) -> str | None:
-        """Return where a model was loaded from, None for one that is not here."""
-        return next((self._paths[role] for role, known in self._models.items() if known is model), None)
+    def draft_path(self, model: Any) -> str | None:
+        """Return where a draft model was loaded from, None for the target and for one that is not here."""
+        drafts = ((role, known) for role, known in self._models.items() if role != "target")
+        return next((self._paths[role] for role, known in drafts if known is model), None)
 
     def add_model(self, model: Any, *, draft: bool, path: str) -> str:
         """Take a model whose memory is final, and return its role.
