@@ -38,6 +38,8 @@ class Gone(BaseException):
 class Load:
     written: tuple
     kept: dict
+    copies: tuple = ()
+    derived: dict = attrs.Factory(dict)
 
 
 class Group:

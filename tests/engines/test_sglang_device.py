@@ -6,7 +6,8 @@ import pytest
 
 from coldsnap.engines.sglang.graphs import Graphs
 from coldsnap.engines.sglang.nccl import Communicators
-from coldsnap.errors import UnsupportedError
+from coldsnap.engines.sglang.saver import SaverMemory
+from coldsnap.errors import NativeError, UnsupportedError
 
 
 class Recorder:
@@ -144,3 +145,65 @@ def test_a_single_worker_has_no_communicator_to_end(transport):
     found.prepare()
     found.restore()
     assert transport.calls == []
+
+
+# The memory saver's allocations
+
+
+def segment(address, size, pool, *blocks, device=0):
+    found = [{"address": address + at, "size": length, "state": state} for at, length, state in blocks]
+    return {"address": address, "total_size": size, "segment_pool_id": pool, "device": device, "blocks": found}
+
+
+@pytest.fixture
+def saver():
+    """torch_memory_saver with two pools, and torch with their segments and one of its own."""
+    segments = [
+        segment(0x9000, 0x1000, (0, 1), (0, 0x400, "active_allocated"), (0x400, 0xC00, "inactive")),
+        segment(0x4000, 0x2000, (0, 1), (0, 0x2000, "active_allocated")),
+        segment(0x1000, 0x1000, (0, 2), (0, 0x1000, "active_allocated")),
+        segment(0xF000, 0x1000, (0, 0), (0, 0x1000, "inactive")),
+        segment(0xA000, 0x1000, (0, 1), device=1),
+    ]
+    cuda = types.SimpleNamespace(current_device=lambda: 0, memory_snapshot=lambda: list(segments))
+    pools = {
+        ("weights", False): types.SimpleNamespace(id=(0, 1)),
+        ("kv_cache", False): types.SimpleNamespace(id=(0, 2)),
+    }
+    asleep = set()
+    memory = SaverMemory(
+        types.SimpleNamespace(_impl=types.SimpleNamespace(_mem_pools=pools)),
+        asleep=lambda: asleep,
+        torch=types.SimpleNamespace(cuda=cuda),
+    )
+    return types.SimpleNamespace(memory=memory, asleep=asleep, segments=segments)
+
+
+def test_the_savers_segments_are_told_by_tag_and_those_of_others_are_not(saver):
+    weights = saver.memory.regions("weights")
+    assert [(one.address, one.size_bytes, one.mapped_bytes) for one in weights] == [
+        (0x4000, 0x2000, 0x2000),
+        (0x9000, 0x1000, 0x1000),
+    ]
+    assert [one.tag for one in saver.memory.regions()] == ["kv_cache", "weights", "weights"]
+    assert saver.memory.device == 0
+
+
+def test_what_torch_has_nothing_in_is_vacant(saver):
+    assert saver.memory.vacant("weights") == ((0x9400, 0xC00),)
+
+
+def test_sleeping_segments_are_what_they_were(saver):
+    (before, *_) = saver.memory.regions("weights")
+    assert saver.memory.is_mapped(before)
+    saver.asleep.add("weights")
+    saver.segments.clear()
+    assert saver.memory.regions("weights")[0] == before
+    assert not saver.memory.is_mapped(before)
+
+
+def test_sglang_alone_moves_the_backing(saver):
+    regions = saver.memory.regions("weights")
+    for move in (saver.memory.release, saver.memory.remap):
+        with pytest.raises(NativeError, match="SGLang alone"):
+            move(regions)

@@ -91,6 +91,16 @@ def test_released_memory_is_gone_and_hydrated_memory_is_the_same(asleep, before)
     assert same(server, before)
 
 
+def test_a_recovery_from_the_checkpoint_brings_the_same(server, before):
+    server.quiesce()
+    (reply,) = server.release(model={"model_id": "tiny", "revision": "0" * 40}).values()
+    assert reply["recovery"]
+    (awake,) = server.hydrate(provider="recovery").values()
+    assert awake["state"] == "awake"
+    server.ranks.resume()
+    assert same(server, before)
+
+
 def test_no_byte_of_the_checkpoint_is_left_in_memory(asleep, tmp_path):
     server, *_ = asleep
     (pack,) = (server.directory / "store").rglob("*.pack")

@@ -15,7 +15,7 @@ from typing import Any
 from coldsnap.errors import ContractError
 from coldsnap.transfer.memory import PreservedMemory, Region
 
-__all__ = ["KV_CACHE", "WEIGHTS", "AtBoundary", "of_process"]
+__all__ = ["KV_CACHE", "WEIGHTS", "AtBoundary", "Move", "of_process"]
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"

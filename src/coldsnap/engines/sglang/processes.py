@@ -249,14 +249,17 @@ class Arrivals:
         import torch.distributed as dist  # noqa: PLC0415
 
         from coldsnap.engines.sglang.memory import of_process  # noqa: PLC0415
-        from coldsnap.engines.weights.worker import Hooks  # noqa: PLC0415
+        from coldsnap.engines.sglang.worker import nowhere  # noqa: PLC0415
+        from coldsnap.engines.weights.hooks import Hooks  # noqa: PLC0415
 
+        saver = of_process(asleep=lambda: self._boundary.asleep)
         self._resident.settle_in(
-            of_process(asleep=lambda: self._boundary.asleep),
+            saver,
             rank=dist.get_rank(),
             pause=self._boundary.pause,
             resume=self._boundary.resume_tags,
             hooks=Hooks(before_release=self._before_release),
+            vacant=getattr(saver, "vacant", nowhere),  # only a device's allocator has any
         )
 
     def _before_release(self) -> None:

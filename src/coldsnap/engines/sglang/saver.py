@@ -62,6 +62,17 @@ class SaverMemory:
             if one["device"] == self.device
         ]
 
+    def vacant(self, tag: str) -> tuple[tuple[int, int], ...]:
+        """Return where in the segments with a tag torch's allocator has nothing: address and size."""
+        bases = {region.address for region in self.regions(tag)}
+        segments = [one for one in self._torch.cuda.memory_snapshot() if one["address"] in bases]
+        return tuple(
+            (block["address"], block["size"])
+            for segment in segments
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        )
+
     def is_mapped(self, region: Region) -> bool:
         """Tell whether SGLang has left the region its backing."""
         return region.tag not in self._asleep()

@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from coldsnap.artifact.extents import Allocation
 from coldsnap.engines.rank import Busy, Operation
-from coldsnap.engines.sglang.memory import WEIGHTS, AtBoundary
+from coldsnap.engines.sglang.memory import WEIGHTS, AtBoundary, Move
+from coldsnap.engines.weights.copies import Placed
 from coldsnap.engines.weights.split import Split, Written, split
 from coldsnap.engines.weights.worker import Hooks, WorkerMemory
 from coldsnap.transfer.memory import PreservedMemory
@@ -29,6 +30,14 @@ __all__ = ["CHUNK_BYTES", "QUEUE_DEPTH", "Job", "Resident", "Settled"]
 Reply = Mapping[str, Any]
 Meet = Callable[[str, str], None]
 """Meets the other workers: kind, own name."""
+
+Vacant = Callable[[str], Iterable[tuple[int, int]]]
+
+
+def nowhere(_tag: str) -> Iterable[tuple[int, int]]:
+    """Return no vacancy: every byte is preserved."""
+    return ()
+
 
 CHUNK_BYTES = 256 << 20
 QUEUE_DEPTH = 4
@@ -46,6 +55,14 @@ class Settled(Protocol):
     @property
     def kept(self) -> Mapping[str, int]:
         """Reason → bytes of the destinations that were left out."""
+
+    @property
+    def copies(self) -> Iterable[Placed]:
+        """The copies that wrote the stretches, in order."""
+
+    @property
+    def derived(self) -> Mapping[str, int]:
+        """Parameters and buffers that no copy explains → bytes."""
 
 
 @define(eq=False)
@@ -91,6 +108,7 @@ class Resident:
         self._models: dict[str, Any] = {}
         self._paths: dict[str, str] = {}
         self._at_boundary: AtBoundary | None = None
+        self._vacant: Vacant = nowhere
         self._job: Job | None = None
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
@@ -125,7 +143,16 @@ class Resident:
         self._paths[role] = path
         return role
 
-    def settle_in(self, saver: PreservedMemory, *, rank: int, pause: Any, resume: Any, hooks: Hooks) -> None:
+    def settle_in(
+        self,
+        saver: PreservedMemory,
+        *,
+        rank: int,
+        pause: Move,
+        resume: Move,
+        hooks: Hooks,
+        vacant: Vacant = nowhere,
+    ) -> None:
         """Take the memory of this process.
 
         Args:
@@ -134,8 +161,9 @@ class Resident:
             pause: Has SGLang pause tags.
             resume: Has SGLang resume tags.
             hooks: What is done around it.
+            vacant: Returns where nothing lives in the allocations with a tag: address and size.
         """
-        self.rank = rank
+        self.rank, self._vacant = rank, vacant
         self._at_boundary = AtBoundary(saver, pause=pause, resume=resume)
         self.memory = WorkerMemory(self._at_boundary, split=self._split, hooks=hooks)
 
@@ -167,16 +195,20 @@ class Resident:
     def _split(self) -> Split:
         memory = self.allocations()
         written: list[Written] = []
+        copies: list[Placed] = []
         kept: Counter[str] = Counter()
+        derived: dict[str, int] = {}
         for role, model in self._models.items():
             settled = self._settle(model)
-            written += [_named(one, role) for one in settled.written]
+            written += [evolve(one, semantic=_named(one.semantic, role)) for one in settled.written]
+            copies += [_placed(one, role) for one in settled.copies]
             kept.update(settled.kept)
+            derived |= {_named(name, role): size for name, size in settled.derived.items()}
         allocations = [
             Allocation(address=one.address, size=one.size_bytes, region=one.tag, device=memory.device)
             for one in memory.regions(WEIGHTS)
         ]
-        return split(allocations, written, dict(kept))
+        return split(allocations, written, dict(kept), self._vacant(WEIGHTS), copies=copies, derived=derived)
 
     # Operations
 
@@ -224,9 +256,10 @@ class Resident:
         return {**reply, "worker": reply["worker"] or self.name}
 
 
-def _named(written: Written, role: str) -> Written:
-    if role == "target":
-        return written
-    return Written(
-        address=written.address, size=written.size, semantic=f"{role}:{written.semantic}", offset=written.offset
-    )
+def _named(name: str, role: str) -> str:
+    return name if role == "target" else f"{role}:{name}"
+
+
+def _placed(placed: Placed, role: str) -> Placed:
+    copy = placed.copy
+    return evolve(placed, copy=evolve(copy, destination_name=_named(copy.destination_name, role)))
