@@ -32,7 +32,7 @@ LAYERS = [
             "curating",
             "hydrating",
         ],
-        *["restoring", "dozing", "materializing", "execute", "progress", "diagnosing"],
+        *["restoring", "dozing", "materializing", "warming", "execute", "progress", "diagnosing"],
     ],
     ["testing"],
 ]

@@ -14,12 +14,13 @@ from coldsnap.artifact.durable import remove_uncommitted
 from coldsnap.artifact.held import KEPT_FOR, is_kept, kept_for
 from coldsnap.artifact.store import Store
 from coldsnap.engines.specs import spec_of_running, was_launched_releasing
-from coldsnap.errors import EngineError
+from coldsnap.errors import AdmissionError, EngineError
 from coldsnap.hydrating import reading_of
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.handle import Engine as Handle
 from coldsnap.keeper.layout import SLEEP
 from coldsnap.keeper.undo import control
+from coldsnap.keeper.warm import is_warm
 from coldsnap.receipts import Receipt
 from coldsnap.releasing import release_request, require_seen
 from coldsnap.session import Session
@@ -53,6 +54,11 @@ def sleep(session: Session, step: SleepEngine) -> Receipt:
 
 def wake(session: Session, step: WakeEngine) -> Receipt:
     """Hydrate; what cannot be brought back stays asleep, and the door closed, so that it can be tried again."""
+    if is_warm(step.run_dir):
+        raise AdmissionError(
+            f"the engine in {step.run_dir} is warm: it has not given the captured answer yet, so it is not only woken; "
+            "restore it, Restore(engine)"
+        )
     _take(session, step.run_dir)
     ranks = session.ranks
     before = ranks.memory()
@@ -96,7 +102,7 @@ def inspect(session: Session, step: InspectEngine) -> Receipt:
         finally:
             session.keeper = None  # whatever failed, there is nothing to undo, least of all the engine
     details = {f"requests_{name}": int(value) for name, value in door.items() if name in ("unfinished", "held", "open")}
-    state = _word(memory)
+    state = "warm" if is_warm(step.run_dir) else _word(memory)
     session.report.workload = f"the engine is {status.state}, its memory {state}"
     return Receipt(
         step=step.id,

@@ -20,6 +20,7 @@ from coldsnap import (
     restoring,
     sealing,
     shrinking,
+    warming,
 )
 from coldsnap.plan import Plan
 from coldsnap.receipts import Event, EventSink, Receipt, Report
@@ -33,6 +34,7 @@ from coldsnap.steps import (
     AdmitOutput,
     AdmitPacks,
     AdmitPlacement,
+    AdmitWarm,
     AttachEngine,
     AwaitReady,
     CheckpointCuda,
@@ -45,6 +47,7 @@ from coldsnap.steps import (
     HydrateWeights,
     InspectEngine,
     LaunchEngine,
+    LeaveWarm,
     LockCuda,
     MaterializeEngine,
     MaterializePacks,
@@ -53,6 +56,7 @@ from coldsnap.steps import (
     PublishPacks,
     PushArtifact,
     Quiesce,
+    ReadAhead,
     Reconnect,
     RecordAnswer,
     ReleaseWeights,
@@ -66,6 +70,7 @@ from coldsnap.steps import (
     StartKeeper,
     Step,
     StopEngine,
+    TakeWarm,
     ThawTree,
     UnlockCuda,
     VerifyArtifact,
@@ -213,6 +218,14 @@ def _act(session: Session, step: Step) -> Receipt:
             return hydrating.verify_packs(session, step)
         case HydrateWeights():
             return hydrating.hydrate(session, step)
+        case ReadAhead():
+            return warming.read_ahead(session, step)
+        case LeaveWarm():
+            return warming.leave(session, step)
+        case AdmitWarm():
+            return warming.admit(session, step)
+        case TakeWarm():
+            return warming.take(session, step)
         case MaterializeEngine():
             return materializing.materialize_engine(session, step)
         case MaterializePacks():

@@ -23,7 +23,16 @@ from coldsnap.session import Session
 from coldsnap.steps import AdmitPacks, HydrateWeights, PrefetchWeights, VerifyPacks
 from coldsnap.transfer.prefetch import prefetch
 
-__all__ = ["admit_packs", "hydrate", "prefetch_weights", "reading_of", "require_awake", "verify_packs"]
+__all__ = [
+    "BUDGET_SHARE",
+    "admit_packs",
+    "hydrate",
+    "payloads_of",
+    "prefetch_weights",
+    "reading_of",
+    "require_awake",
+    "verify_packs",
+]
 
 # Of what is available when the read-ahead begins: the thaw needs memory too, and must not wait for pages to be dropped.
 BUDGET_SHARE = 0.5
@@ -31,7 +40,7 @@ BUDGET_SHARE = 0.5
 
 def admit_packs(session: Session, step: AdmitPacks) -> Receipt:
     """Refuse what is missing, cut short or open to others, before anything starts."""
-    store, payloads = Store(step.store), _payloads(session)
+    store, payloads = Store(step.store), payloads_of(session)
     for payload in payloads:
         path = store.path(payload.sha256)
         if not os.path.lexists(path):
@@ -61,7 +70,7 @@ def verify_packs(session: Session, step: VerifyPacks) -> Receipt:
     """Admit every pack: by its record when it is unchanged, else by all of its bytes."""
     opened, store = session.need(session.artifact, "an artifact"), Store(step.store)
     hashed = 0
-    for payload in _payloads(session):
+    for payload in payloads_of(session):
         known = step.mode == "evidence" and os.path.lexists(record_path(store.path(payload.sha256)))
         index = None if known else _manifest(opened, payload.worker).index
         hashed += store.admit(payload, step.mode, index=index).validation.bytes_hashed
@@ -80,7 +89,7 @@ def prefetch_weights(session: Session, step: PrefetchWeights) -> Receipt:
     available = session.need(session.host, "the host's facts").memory.available_bytes
     images = sum(file.bytes for unit in opened.descriptor.capsule.units for file in unit.files)
     left = max(0, int((available - images) * BUDGET_SHARE))
-    paths = dict.fromkeys(str(store.path(payload.sha256)) for payload in _payloads(session))
+    paths = dict.fromkeys(str(store.path(payload.sha256)) for payload in payloads_of(session))
     paths |= dict.fromkeys(str(opened.path / one.residual.path) for one in opened.descriptor.weights.workers)
     planned = 0
     for path in paths:
@@ -157,7 +166,7 @@ def require_awake(session: Session) -> None:
 
 def _places_of(session: Session, step: HydrateWeights) -> Mapping[str, Mapping[str, Any]]:
     opened, store = session.need(session.artifact, "an artifact"), Store(step.store)
-    packs = {payload.worker: str(store.path(payload.sha256)) for payload in _payloads(session)}
+    packs = {payload.worker: str(store.path(payload.sha256)) for payload in payloads_of(session)}
     return {
         one.worker: {
             "directory": os.path.dirname(opened.path / one.native_manifest.path),
@@ -168,7 +177,8 @@ def _places_of(session: Session, step: HydrateWeights) -> Mapping[str, Mapping[s
     }
 
 
-def _payloads(session: Session) -> tuple[PayloadObject, ...]:
+def payloads_of(session: Session) -> tuple[PayloadObject, ...]:
+    """Return the packs that the opened artifact names."""
     opened = session.need(session.artifact, "an artifact")
     return session.need(opened.descriptor.weights.payloads, "an artifact with packs").objects
 

@@ -14,15 +14,19 @@ from coldsnap.phases import BaseStep, Phase
 
 __all__ = [
     "AdmitPacks",
+    "AdmitWarm",
     "HydrateWeights",
     "InspectEngine",
+    "LeaveWarm",
     "MaterializeEngine",
     "MaterializePacks",
     "MovingStep",
     "PrefetchWeights",
+    "ReadAhead",
     "ReadingStep",
     "ReleaseWeights",
     "SleepEngine",
+    "TakeWarm",
     "VerifyPacks",
     "WakeEngine",
     "WritingStep",
@@ -225,6 +229,49 @@ class MaterializeEngine(MaterializePacks):
     artifact: str
 
 
+@frozen(kw_only=True)
+class ReadAhead(BaseStep):
+    """Read images, packs and residuals into the page cache, to their end; never more than memory allows.
+
+    Attributes:
+        store: The root of the store, empty when the artifact has no packs, or they are read around the page cache.
+        residuals: Whether residuals are read through the page cache.
+    """
+
+    phase: ClassVar[Phase] = "STAGE"
+    store: str
+    residuals: bool
+
+
+@frozen(kw_only=True)
+class LeaveWarm(BaseStep):
+    """Give the engine to the caller without its weights: its door stays closed until a restore brings them."""
+
+    phase: ClassVar[Phase] = "SETTLE"
+
+
+@frozen(kw_only=True)
+class AdmitWarm(BaseStep):
+    """Find a warm engine, and open the artifact that it came from.
+
+    Attributes:
+        run_dir: The engine's run directory.
+        artifact: The artifact's directory.
+    """
+
+    phase: ClassVar[Phase] = "ADMIT"
+    run_dir: str
+    artifact: str
+
+
+@frozen(kw_only=True)
+class TakeWarm(BaseStep):
+    """Take the warm engine: from here on it runs in the end, or is no more."""
+
+    phase: ClassVar[Phase] = "RECONNECT"
+    timeout_s: float
+
+
 MovingStep = (
     ReleaseWeights
     | AdmitPacks
@@ -236,4 +283,8 @@ MovingStep = (
     | InspectEngine
     | MaterializePacks
     | MaterializeEngine
+    | ReadAhead
+    | LeaveWarm
+    | AdmitWarm
+    | TakeWarm
 )

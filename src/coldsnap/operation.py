@@ -24,6 +24,7 @@ __all__ = [
     "Materialize",
     "Operation",
     "Placement",
+    "Prepare",
     "Publish",
     "Restore",
     "Sleep",
@@ -105,19 +106,48 @@ class Restore:
     """Bring a captured engine back.
 
     Attributes:
-        artifact: An opened artifact.
-        placement: Where; another port than the captured one is allowed.
+        artifact: An opened artifact, or the handle of a warm engine that is to run.
+        placement: Where; another port than the captured one is allowed. Not given with a handle.
+        state: ``running``, or ``warm``: the processes are back and quiet, weights and KV cache are not in memory yet.
         store: The root of the store that has the packs of weights outside the image. ``None``: the store that was
             probed, else the directory ``store`` beside the artifact.
         thaw_timeout_s: How long the process image may take to come back, s.
         answer_timeout_s: How long the restored engine may take to give its first answer, s.
     """
 
-    artifact: ArtifactLike = field(kw_only=False)
-    placement: Placement
+    artifact: ArtifactLike | EngineHandle = field(kw_only=False)
+    placement: Placement | None = None
+    state: Literal["running", "warm"] = "running"
     store: str | None = field(default=None, converter=optional_absolute)
     thaw_timeout_s: float = field(default=600.0, validator=positive)
     answer_timeout_s: float = field(default=120.0, validator=positive)
+
+    def __attrs_post_init__(self) -> None:
+        problems = []
+        warm = isinstance(self.artifact, EngineHandle)
+        if warm == (self.placement is not None):
+            expected = "no placement with the handle of a warm engine" if warm else "a placement for the artifact"
+            problems.append(("$.placement", f"expected {expected}"))
+        if self.state not in ("running", "warm") or (warm and self.state == "warm"):
+            expected = "'running'" if warm else "'running' or 'warm'"
+            problems.append(("$.state", f"expected {expected}, found {self.state!r}"))
+        if problems:
+            raise PolicyError(problems, what="operation")
+
+
+@frozen(kw_only=True)
+class Prepare:
+    """Do what a restore would do first, and activate nothing: admit, verify, read ahead. Safe to repeat.
+
+    Attributes:
+        artifact: An opened artifact.
+        placement: Where it will be restored.
+        store: As of a restore.
+    """
+
+    artifact: ArtifactLike = field(kw_only=False, validator=opened)
+    placement: Placement
+    store: str | None = field(default=None, converter=optional_absolute)
 
 
 @frozen(kw_only=True)
@@ -298,4 +328,6 @@ class Materialize:
     timeout_s: float = field(default=1800.0, validator=positive)
 
 
-Operation = Launch | Capture | Restore | Stop | Sleep | Wake | Status | Materialize | Verify | Delete | Publish
+Operation = (
+    Launch | Capture | Restore | Prepare | Stop | Sleep | Wake | Status | Materialize | Verify | Delete | Publish
+)

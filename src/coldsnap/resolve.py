@@ -13,9 +13,11 @@ from coldsnap.host.facts import Facts
 from coldsnap.operation import (
     Capture,
     Delete,
+    EngineHandle,
     Launch,
     Materialize,
     Operation,
+    Prepare,
     Publish,
     Restore,
     Sleep,
@@ -30,6 +32,7 @@ from coldsnap.planning.launch import plan_launch
 from coldsnap.planning.materialize import plan_materialization
 from coldsnap.planning.restore import plan_restore
 from coldsnap.planning.sleep import plan_sleep, plan_status, plan_stop, plan_wake
+from coldsnap.planning.warm import plan_preparation, plan_running
 from coldsnap.policy import Policy
 from coldsnap.upkeep import plan_deletion, plan_publication, plan_verification
 
@@ -41,7 +44,7 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
 
     Args:
         policy: What the user wants.
-        operation: Launch, Capture, Restore, Stop, Sleep, Wake, Status, Materialize, Verify, Delete or Publish.
+        operation: Launch, Capture, Restore, Prepare, Stop, Sleep, Wake, Status, Materialize, Verify, Delete or Publish.
         facts: What the machines are; see ``probe``.
 
     Returns:
@@ -60,7 +63,11 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
         case Capture():
             return plan_capture(policy, operation, facts)
         case Restore():
+            if isinstance(operation.artifact, EngineHandle):
+                return plan_running(policy, operation, facts)
             return plan_restore(policy, operation, facts)
+        case Prepare():
+            return plan_preparation(policy, operation, facts)
         case Stop():
             return plan_stop(operation)
         case Sleep():

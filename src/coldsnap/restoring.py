@@ -31,7 +31,16 @@ from coldsnap.policy import Compatibility
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.shrinking import feed_of
-from coldsnap.steps import AdmitArtifact, CompareAnswer, Reconnect, StageCapsule, StartKeeper, ThawTree, VerifyFiles
+from coldsnap.steps import (
+    AdmitArtifact,
+    CompareAnswer,
+    LeaveWarm,
+    Reconnect,
+    StageCapsule,
+    StartKeeper,
+    ThawTree,
+    VerifyFiles,
+)
 
 SMALL_BYTES = 1 << 20
 """Up to this size a file is hashed before the start: a millisecond."""
@@ -170,7 +179,8 @@ def reconnect(session: Session, step: Reconnect) -> Receipt:
     adopted = session.ranks.adopt(
         incarnation=directive.incarnation, reseed=not session.spec.user_seeded, timeout_s=step.timeout_s
     )
-    session.ranks.admit(session.key, timeout_s=step.timeout_s)
+    if not any(isinstance(one, LeaveWarm) for one in session.plan):
+        session.ranks.admit(session.key, timeout_s=step.timeout_s)
     return Receipt(step=step.id, effective=f"{len(adopted)} ranks", reason=f"incarnation {directive.incarnation[:8]}")
 
 

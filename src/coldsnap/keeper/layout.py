@@ -23,6 +23,7 @@ OUTCOME = "outcome.json"
 RANK = "rank"
 WORK = "work"
 SLEEP = "sleep"  # what the engine's workers wrote when it fell asleep; it ends with the engine
+WARM = "warm.json"  # there while the engine waits for its weights
 DIRECTIVE = "directive.json"
 ACK = "ack"
 CONTROL = "control"
@@ -30,7 +31,7 @@ TMP = "tmp"  # of a tree in the host's namespaces
 ENGINE_LOG = "engine.log"
 KEEPER_LOG = "keeper.log"
 ELSEWHERE = "free some there, or choose a run directory on another filesystem (Placement.run_dir)"
-KNOWN = frozenset({KEEPER_FILE, KEEPER_SOCKET, JOURNAL, OUTCOME, RANK, WORK, SLEEP})
+KNOWN = frozenset({KEEPER_FILE, KEEPER_SOCKET, JOURNAL, OUTCOME, RANK, WORK, SLEEP, WARM})
 
 # Fixed at launch, and for every restore of that process for ever: the tree remembers them.
 SHM = "/dev/shm"  # noqa: S108 - the mount point itself

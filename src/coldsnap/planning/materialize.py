@@ -18,7 +18,7 @@ from coldsnap.planning.weights import STORE
 from coldsnap.policy import Policy, ResolvedPolicy
 from coldsnap.steps import MaterializeEngine, MaterializePacks
 
-__all__ = ["materialize_steps", "plan_materialization", "require_materializable"]
+__all__ = ["materialize_steps", "plan_materialization", "require_materializable", "require_warm"]
 
 POLICY = "weights.native.materialize"
 
@@ -34,6 +34,27 @@ def require_materializable(resolved: ResolvedPolicy, artifact: Artifact) -> None
             f"{artifact.path} names no pack that could be written",
             field=POLICY,
             works='"off", or an artifact with packs',
+        )
+
+
+def require_warm(resolved: ResolvedPolicy, artifact: Artifact, *, driver: str, native: bool) -> None:
+    """Refuse a warm restore of what has nothing to wait for.
+
+    Raises:
+        UnsupportedError: The weights are in the image, the driver has no warm state, or packs are to be written.
+    """
+    if not native or driver != "n610":
+        why = "come back with its process image" if not native else f"are brought by the driver {driver} as it starts"
+        raise UnsupportedError(
+            f"a warm restore of {artifact.path}, whose weights {why}",
+            field="state",
+            works='state = "running", Prepare, or an artifact of n610 with packs',
+        )
+    if resolved[POLICY] != "off":
+        raise UnsupportedError(
+            "a warm engine has no bytes yet that packs could be written from",
+            field=POLICY,
+            works='"off", and a value other than that when the warm engine is restored to running',
         )
 
 

@@ -12,9 +12,9 @@ from coldsnap.drivers import sequence
 from coldsnap.drivers.image_profile import stored_as
 from coldsnap.errors import CompatibilityError
 from coldsnap.host.facts import Facts, HostFacts
-from coldsnap.operation import Restore, UnitPlacement
+from coldsnap.operation import Placement, Restore, UnitPlacement
 from coldsnap.plan import Choice, Decision, Plan
-from coldsnap.planning.materialize import materialize_steps, require_materializable
+from coldsnap.planning.materialize import materialize_steps, require_materializable, require_warm
 from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
 from coldsnap.planning.weights import at_restore, hydrate_step, pack_steps, store_beside, weights_choices
 from coldsnap.policy import Policy, ResolvedPolicy
@@ -24,6 +24,8 @@ from coldsnap.steps import (
     AwaitReady,
     CompareAnswer,
     HandOver,
+    LeaveWarm,
+    PrefetchWeights,
     Reconnect,
     StartKeeper,
     Step,
@@ -33,6 +35,13 @@ from coldsnap.steps import (
 __all__ = ["plan_restore"]
 
 RECONNECT_TIMEOUT_S = 30.0
+WARM = Decision(
+    name="state",
+    requested="warm",
+    layer="operation",
+    effective="warm",
+    reason="processes come back; weights and KV cache wait for a restore of the warm engine, which compares the answer",
+)
 
 
 def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
@@ -44,10 +53,13 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
     """
     artifact = cast("Artifact", operation.artifact)
     descriptor = artifact.descriptor
-    unit, host = placed(operation.placement, facts)
+    placement = cast("Placement", operation.placement)
+    unit, host = placed(placement, facts)
     weights = at_restore(policy, artifact, gpu=bool(host.gpus and descriptor.compatibility.units[0].devices))
     resolved, native = weights.resolved, weights.native
     require_materializable(resolved, artifact)
+    if operation.state == "warm":
+        require_warm(resolved, artifact, driver=descriptor.snapshot_driver.id, native=native)
     comparison = _compared(resolved, operation, unit, host)
     store = store_beside(operation, facts, str(artifact.path)) if native else ""
     captured = descriptor.compatibility.units[0].devices
@@ -58,6 +70,8 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             [f"it was captured on {len(captured)} GPUs, the placement names {len(devices)}; name as many"],
         )
     packs = pack_steps(resolved, artifact, store, facts) if native else ()
+    if operation.state == "warm":  # what is read ahead would be forgotten by the time that it is wanted
+        packs = tuple(step for step in packs if not isinstance(step, PrefetchWeights))
     steps: list[Step] = [
         admit_host(host, resolved["process.namespace"]),
         AdmitPlacement(id="admit-placement", address=unit.address, port=unit.port),
@@ -73,8 +87,8 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             id="keeper",
             after=("admit-host", "admit-placement", "admit-artifact", *(("admit-packs",) if native else ())),
             namespace=resolved["process.namespace"],
-            name=operation.placement.name or "",
-            run_dir=operation.placement.run_dir or "",
+            name=placement.name or "",
+            run_dir=placement.run_dir or "",
         ),
         VerifyFiles(
             id="verify", after=("admit-artifact",), artifact=str(artifact.path), mode=resolved["weights.verify"]
@@ -117,6 +131,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             *decide(resolved, context),
             pages,
             *notes,
+            *([WARM] if operation.state == "warm" else []),
         ),
         choices=(
             Choice(
@@ -138,7 +153,7 @@ def _compared(resolved: ResolvedPolicy, operation: Restore, unit: UnitPlacement,
     )
     reasons = [
         *host_problems(resolved, host, unit),
-        *namespace_problems(capsule, resolved["process.namespace"], operation.placement),
+        *namespace_problems(capsule, resolved["process.namespace"], cast("Placement", operation.placement)),
     ]
     what = f"the artifact {artifact.path} cannot be restored on {unit.host}"
     if comparison.mismatches:
@@ -150,6 +165,8 @@ def _compared(resolved: ResolvedPolicy, operation: Restore, unit: UnitPlacement,
 def _woken(resolved: ResolvedPolicy, operation: Restore, store: str, *, native: bool, thawed: str) -> tuple[Step, ...]:
     """Return the steps from a thawed tree to an engine that has given the captured answer."""
     reconnected: tuple[Step, ...] = (Reconnect(id="reconnect", after=(thawed,), timeout_s=RECONNECT_TIMEOUT_S),)
+    if operation.state == "warm":
+        return (*reconnected, LeaveWarm(id="hand-over", after=("reconnect", "verify", "verify-packs")))
     if native:
         # Nothing compares preverified bytes on their way: their evidence must have been looked at.
         verified = ("verify", "verify-packs") if resolved["io.verify_mode"] == "preverified" else ()

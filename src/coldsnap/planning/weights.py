@@ -23,6 +23,7 @@ from coldsnap.policy import Policy, ResolvedPolicy
 from coldsnap.steps import AdmitPacks, HydrateWeights, PrefetchWeights, ReleaseWeights, VerifyPacks
 
 __all__ = [
+    "READ_AHEAD",
     "PlacedWeights",
     "at_capture",
     "at_restore",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 STORE = "store"
-_READ_AHEAD = ("auto", "python", "buffered")
+READ_AHEAD = ("auto", "python", "buffered")
 
 
 @frozen(kw_only=True)
@@ -221,7 +222,7 @@ def pack_steps(
         AdmitPacks(id="admit-packs", after=("admit-artifact",), store=store, packs=packs, evidence=preverified),
         VerifyPacks(id="verify-packs", after=("admit-packs",), store=store, mode=resolved["weights.verify"]),
     )
-    if resolved["io.hydration_backend"] in _READ_AHEAD:
+    if resolved["io.hydration_backend"] in READ_AHEAD:
         steps += (PrefetchWeights(id="prefetch", after=("admit-host", "admit-packs"), store=store),)
     return steps
 

@@ -1,0 +1,120 @@
+"""Plans of what is done ahead: a preparation, a warm restore, and the way from warm to running.
+
+The one rule: what is done ahead refuses what the restore would refuse, since it is planned by the same functions.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+from attrs import evolve
+
+from coldsnap.behaviour import engine_defaults
+from coldsnap.errors import AdmissionError, UnsupportedError
+from coldsnap.host.facts import Facts
+from coldsnap.operation import EngineHandle, Prepare, Restore
+from coldsnap.plan import Decision, Plan
+from coldsnap.planning.materialize import materialize_steps
+from coldsnap.planning.placing import admit_host
+from coldsnap.planning.restore import plan_restore
+from coldsnap.planning.sleep import memory_provider
+from coldsnap.planning.weights import READ_AHEAD, STORE, hydrate_step
+from coldsnap.policy import Policy
+from coldsnap.steps import (
+    AdmitPacks,
+    AdmitPlacement,
+    AdmitWarm,
+    AwaitReady,
+    CompareAnswer,
+    HandOver,
+    PrefetchWeights,
+    ReadAhead,
+    Step,
+    TakeWarm,
+    VerifyFiles,
+    VerifyPacks,
+)
+
+__all__ = ["plan_preparation", "plan_running"]
+
+TAKE_TIMEOUT_S = 30.0
+
+
+def plan_preparation(policy: Policy, operation: Prepare, facts: Facts) -> Plan:
+    """Plan what a restore would do first, and nothing that activates anything.
+
+    Raises:
+        AdmissionError: The restore would be refused.
+        PayloadMissingError: The probed store lacks a pack.
+    """
+    restore = Restore(operation.artifact, placement=operation.placement, store=operation.store)
+    plan = plan_restore(policy, restore, facts)
+    kept = tuple(step for step in plan if _looks(step))
+    ids = {step.id for step in kept}
+    steps: list[Step] = [evolve(step, after=tuple(one for one in step.after if one in ids)) for step in kept]
+    # What the restore would read through the page cache, and would read ahead itself while CRIU works.
+    through = [step for step in plan if isinstance(step, PrefetchWeights)]
+    ahead = ReadAhead(
+        id="read-ahead", after=tuple(ids), store=through[0].store if through else "", residuals=bool(through)
+    )
+    steps.append(ahead)
+    decisions = tuple(one for one in plan.decisions if not one.name.startswith("cuda"))
+    return evolve(plan, operation="prepare", steps=tuple(steps), decisions=decisions, choices=())
+
+
+def _looks(step: Step) -> bool:
+    """Tell whether a step of a restore only looks: a port is taken, and so admitted, by the restore itself."""
+    admits = step.phase == "ADMIT" and not isinstance(step, AdmitPlacement)
+    return admits or isinstance(step, VerifyFiles | VerifyPacks)
+
+
+def plan_running(policy: Policy, operation: Restore, facts: Facts) -> Plan:
+    """Plan that a warm engine gets its weights, answers, and runs.
+
+    Raises:
+        AdmissionError: It was not restored.
+        UnsupportedError: It has no memory provider, or the policy wants its weights elsewhere.
+    """
+    handle = cast("EngineHandle", operation.artifact)
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=True))
+    run_dir, labels = str(handle.run_dir), handle.labels
+    if "artifact" not in labels:
+        raise AdmissionError(f"the engine in {run_dir} was launched, not restored; there is nothing to restore it from")
+    provider = memory_provider(policy, handle, facts)
+    if resolved["weights.mode"] not in ("auto", "native"):
+        raise UnsupportedError(
+            "a warm engine gets its weights from its packs", field="weights.mode", works='"auto" or "native"'
+        )
+    store, why = os.path.join(os.path.dirname(labels["artifact"]), STORE), "beside the artifact"
+    if operation.store is not None:
+        store, why = operation.store, "the operation names it"
+    elif facts.store is not None:
+        store, why = facts.store.root, "it was probed"
+    preverified = resolved["io.verify_mode"] == "preverified"
+    verified = ("verify-packs",) if preverified else ()
+    reads = resolved["io.hydration_backend"] in READ_AHEAD
+    written = materialize_steps(resolved, store, after="answer", timeout_s=operation.thaw_timeout_s)
+    steps: tuple[Step, ...] = (
+        admit_host(facts.host("local"), resolved["process.namespace"]),
+        AdmitWarm(id="admit-warm", run_dir=run_dir, artifact=labels["artifact"]),
+        AdmitPacks(id="admit-packs", after=("admit-warm",), store=store, packs=(), evidence=preverified),
+        VerifyPacks(id="verify-packs", after=("admit-packs",), store=store, mode=resolved["weights.verify"]),
+        *([PrefetchWeights(id="prefetch", after=("admit-host", "admit-packs"), store=store)] if reads else []),
+        TakeWarm(id="take", after=("admit-host", "admit-packs"), timeout_s=TAKE_TIMEOUT_S),
+        hydrate_step(resolved, store, after=("take", *verified), timeout_s=operation.thaw_timeout_s),
+        AwaitReady(id="ready", after=("hydrate",), timeout_s=operation.answer_timeout_s),
+        CompareAnswer(id="answer", after=("ready", "verify-packs"), timeout_s=operation.answer_timeout_s),
+        *written,
+        HandOver(id="hand-over", after=(written[-1].id if written else "answer",)),
+    )
+    return Plan(
+        operation="restore",
+        driver="none",
+        subject=f"the warm engine in {run_dir}, from {labels['artifact']}",
+        steps=steps,
+        decisions=(
+            Decision(name="memory provider", requested="", layer="", effective=provider, reason="as it was launched"),
+            Decision(name="store", requested="", layer="", effective=store, reason=why),
+        ),
+    )
