@@ -26,7 +26,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,8 @@ class Qualification:
         """Run every part; return the figures."""
         self.part("capture", self.capture)
         self.part("restore, hot", lambda: self.restores("restore, hot", self.options.restores))
+        if self.options.clones:
+            self.part(f"restore, {self.options.clones} at once", self.clones)
         self.part("cold start, caches warm", lambda: self.warm_start(baseline, baseline_spec or self.spec))
         self.part("restore, cold", lambda: self.restores("restore, cold", self.options.cold_restores, cold=True))
         self.conclude()
@@ -189,10 +192,7 @@ class Qualification:
 
     def restores(self, name: str, count: int, *, cold: bool = False) -> None:
         """Restore, compare, measure and stop, several times."""
-        path = self.work / "artifact"
-        if not (path / "artifact.json").exists():
-            raise NotRun("there is no artifact")
-        artifact = cs.Artifact.open(path)
+        artifact = self.captured()
         for number in range(count):
             self.require_time(f" after {number} of {count}")
             if cold:
@@ -207,6 +207,36 @@ class Qualification:
                 self.compare_digests(engine, f"{name} {number + 1}")
                 self.requests(engine, f"{name} {number + 1}")
             self.save()
+
+    def clones(self) -> None:
+        """Restore several at the same moment, each at a port of its own, and ask all of them while all serve."""
+        artifact, count = self.captured(), self.options.clones
+        name = f"restore, {count} at once"
+        places = [cs.local(port=self.options.port + number) for number in range(count)]
+        with ExitStack() as serving, ThreadPoolExecutor(count) as pool:
+            started = [pool.submit(self.execute, cs.Restore(artifact, placement=place)) for place in places]
+            errors = [future.exception() for future in started]
+            reports = [future.result() for future, error in zip(started, errors, strict=True) if error is None]
+            engines = [serving.enter_context(report.serving) for report in reports]
+            for error in filter(None, errors):
+                raise error
+            for report in reports:
+                self.row(name, report.answer_s or 0.0)
+            for answers in list(pool.map(self.asked, engines)):
+                self.compare([ids for ids, _, _ in answers])
+            for number, engine in enumerate(engines, 1):
+                self.compare_digests(engine, f"{name} {number}")
+
+    def captured(self) -> cs.Artifact:
+        """Return the artifact.
+
+        Raises:
+            NotRun: The capture has failed.
+        """
+        path = self.work / "artifact"
+        if not (path / "artifact.json").exists():
+            raise NotRun("there is no artifact")
+        return cs.Artifact.open(path)
 
     def make_cold(self, artifact: cs.Artifact) -> None:
         """Drop what a restore reads from the page cache.
@@ -353,6 +383,9 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60, help="what has not begun by then is not run")
     parser.add_argument("--restores", type=int, default=3)
     parser.add_argument("--cold-restores", type=int, default=1)
+    parser.add_argument(
+        "--clones", type=int, default=0, help="restores at the same moment, at as many ports from --port"
+    )
     parser.add_argument("--cold-starts", type=int, default=1, help="starts with warm caches")
     parser.add_argument("--tokens", type=int, default=64, help="of each compared answer")
     parser.add_argument(

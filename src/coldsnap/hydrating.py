@@ -12,11 +12,11 @@ from typing import Any
 
 from coldsnap.artifact import Artifact
 from coldsnap.artifact.admission import record_path
-from coldsnap.artifact.manifest import NativeManifest, read_document
+from coldsnap.artifact.manifest import HibernateState, NativeManifest, read_document
 from coldsnap.artifact.payloads import PayloadObject
 from coldsnap.artifact.private import open_private
 from coldsnap.artifact.store import Store
-from coldsnap.errors import AdmissionError, EngineError, IntegrityError, PayloadMissingError
+from coldsnap.errors import AdmissionError, EngineError, FormatError, IntegrityError, PayloadMissingError
 from coldsnap.moving import ReadingStep
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
@@ -41,6 +41,7 @@ BUDGET_SHARE = 0.5
 def admit_packs(session: Session, step: AdmitPacks) -> Receipt:
     """Refuse what is missing, cut short or open to others, before anything starts."""
     store, payloads = Store(step.store), payloads_of(session)
+    discarded = _require_asleep(session.need(session.artifact, "an artifact"))
     for payload in payloads:
         path = store.path(payload.sha256)
         if not os.path.lexists(path):
@@ -63,7 +64,27 @@ def admit_packs(session: Session, step: AdmitPacks) -> Receipt:
                 "on their way; verify the artifact first (Verify), or set io.verify_mode = 'inline'"
             )
     total = sum(payload.bytes for payload in payloads)
-    return Receipt(step=step.id, effective=f"{len(payloads)} packs in {store.root}", bytes=total)
+    return Receipt(
+        step=step.id,
+        effective=f"{len(payloads)} packs in {store.root}",
+        bytes=total,
+        details={f"{region}_discarded_bytes": size for region, size in discarded.items()},
+    )
+
+
+def _require_asleep(opened: Artifact) -> dict[str, int]:
+    """Refuse a worker that did not sleep when this capture was taken; return what sleeping threw away, by region."""
+    states = []
+    for one in opened.descriptor.weights.workers:
+        if (file := one.hibernate_state) is not None:
+            path = Path(opened.path, file.path)
+            state = read_document(HibernateState, path, sha256=file.sha256)
+            expected, found = (one.worker, opened.descriptor.capture_id), (state.worker, state.capture_id)
+            if found != expected:
+                text = f"it is of {found[0]} in the capture {found[1]}, expected {expected[0]} in {expected[1]}"
+                raise FormatError(text, path=str(path), rule="manifest.7")
+            states.append(state)
+    return _total(state.discarded for state in states)
 
 
 def verify_packs(session: Session, step: VerifyPacks) -> Receipt:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import socket
 
 import pytest
 
@@ -47,6 +48,24 @@ def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, e
     assert result["over_baseline"] > 0
     assert result["sizes"]["images"] > 1 << 20
     assert module.table(result).count("different: 0") == 2
+
+
+def test_clones_at_once_are_compared_while_all_of_them_serve(tmp_path, example, described, criu, free_ports):
+    module = example("qualifying")
+    port = next(port for port in free_ports(40) if port_is_free(port + 1))
+    few = ("--clones", "2", "--restores", "0", "--cold-restores", "0", "--cold-starts", "0")
+    chosen = options(module, tmp_path, criu, port, *few)
+
+    result = module.Qualification(described(), cs.Policy(), tmp_path, chosen).run()
+
+    assert result["not_run"] == {}
+    assert len(result["rows"]["restore, 2 at once"]["seconds"]) == 2
+    assert result["exact"] == {"answers": 2 * len(module.PROMPTS), "different": 0}
+
+
+def port_is_free(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_what_the_time_does_not_allow_is_a_row_that_says_so(tmp_path, example, described, criu, free_port):

@@ -14,13 +14,16 @@ from attrs import evolve
 from lab import Lab, ask, changed, kill_rank, port_is_free, tagged, until, unused_port
 
 import coldsnap as cs
+from coldsnap.artifact import canonical
 from coldsnap.artifact.collect import collect
+from coldsnap.artifact.manifest import HibernateState, decode, encode
 from coldsnap.artifact.store import Store
 from coldsnap.errors import (
     AdmissionError,
     ArtifactError,
     ColdSnapError,
     EngineError,
+    FormatError,
     IntegrityError,
     PayloadMissingError,
     StepError,
@@ -240,6 +243,23 @@ def test_a_flipped_byte_in_the_residual_is_refused_by_name(lab, damaged):
 def test_a_flipped_byte_in_a_manifest_is_refused_before_anything_starts(lab, damaged):
     flip(damaged.manifest)
     error = refused(lab, damaged.artifact, match="native-manifest.json")
+    assert error.report.workload == "nothing was started"
+
+
+@pytest.mark.parametrize("field", ["worker", "capture_id"])
+def test_a_hibernate_state_of_something_else_is_refused_before_anything_starts(lab, damaged, field):
+    weights = damaged.artifact.descriptor.weights
+    (own,) = weights.workers
+    path = damaged.artifact.path / own.hibernate_state.path
+    state = decode(HibernateState, path.read_bytes(), path=str(path))
+    path.write_bytes(data := encode(evolve(state, **{field: "another"})))
+    record = evolve(own.hibernate_state, sha256=canonical.sha256_of(data), bytes=len(data))
+    other = changed(damaged.artifact, weights=evolve(weights, workers=(evolve(own, hibernate_state=record),)))
+
+    error = refused(lab, other, match="another")
+
+    assert isinstance(error, FormatError)
+    assert error.rule == "manifest.7"
     assert error.report.workload == "nothing was started"
 
 

@@ -150,7 +150,8 @@ def choose_ports(
     Args:
         sockets: Of the image.
         living: Looks at those of the host: a connection cannot be restored while another with the same ends exists.
-            Called when the captured ports are held, so that no other restore can make one of them any more.
+            Called when the captured ports are held, so that no other restore can make one of them any more, and only
+            if the image has a connection.
         rebind: Where the API is to listen; without it, where it listened.
         held: Takes the reservations.
 
@@ -173,7 +174,8 @@ def choose_ports(
     for old, addresses in wanted.items():
         found = _reserve(held, old, addresses) if old not in ports.values() else None
         ports[old] = found or _other_port(held, old, addresses, {*ports.values(), *wanted})
-    for old in _tied(sockets, living()):
+    # Only a captured connection can meet a living one; without any, the host's table need not be read.
+    for old in _tied(sockets, living()) if any(each.connected for each in sockets) else ():
         if ports[old] == old and old in wanted:
             ports[old] = _other_port(held, old, wanted[old], {*ports.values(), *wanted})
     return PortMap(ports=ports, rebind=rebind)
