@@ -47,7 +47,7 @@ def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, e
     assert result["speedup"] > 0
     assert result["over_baseline"] > 0
     assert result["sizes"]["images"] > 1 << 20
-    assert module.table(result).count("different: 0") == 2
+    assert example("showing").table(result).count("different: 0") == 2
 
 
 def test_clones_at_once_are_compared_while_all_of_them_serve(tmp_path, example, described, criu, free_ports):
@@ -76,8 +76,8 @@ def test_what_the_time_does_not_allow_is_a_row_that_says_so(tmp_path, example, d
 
     assert result["rows"] == {}
     assert set(result["not_run"]) == {"capture", "restore, hot", "cold start, caches warm", "restore, cold"}
-    assert "capture" in module.table(result)
-    assert "not run: the 0 minutes were over" in module.table(result)
+    assert "capture" in example("showing").table(result)
+    assert "not run: the 0 minutes were over" in example("showing").table(result)
 
 
 def test_a_tensor_that_differs_or_is_missing_is_named(example):
