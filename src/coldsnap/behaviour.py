@@ -30,6 +30,7 @@ class Context:
         native: Whether the weights are outside the process image.
         store: Where their packs are; empty when they are inside.
         reason: Why they are where they are.
+        driver: The snapshot driver.
     """
 
     operation: str
@@ -38,6 +39,12 @@ class Context:
     native: bool = False
     store: str = ""
     reason: str = ""
+    driver: str = "n610"
+
+    @property
+    def weights(self) -> str:
+        """Where the weights are: native, image or checkpoint."""
+        return "native" if self.native else "image" if self.driver == "n610" else "checkpoint"
 
 
 class _Any:
@@ -58,11 +65,11 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
     "weights.verify": ANY,
     "process.discard": ANY,
     "process.shape_calibration": ("auto", "disabled"),
-    "process.artifact_scope": ("portable",),
+    "process.artifact_scope": ANY,
     "process.cache_seed": (False,),
     "process.namespace": ANY,
     "process.secrets": ANY,
-    "graphs.policy": ("auto", "disabled"),
+    "graphs.policy": ("auto", "disabled", "recreate-from-plan"),
     "graphs.asynchronous": (False,),
     "io.hydration_backend": ANY,
     "io.capture_backend": ANY,
@@ -92,7 +99,8 @@ def engine_defaults(*, native: bool) -> Mapping[str, Any]:
 
 def runs_eagerly(resolved: ResolvedPolicy, context: Context) -> bool:
     """Tell whether an engine must be launched without CUDA graphs."""
-    return resolved["graphs.policy"] == "disabled" or (context.gpu and context.workers > 1)
+    nccl = context.gpu and context.workers > 1 and context.driver == "n610"
+    return resolved["graphs.policy"] == "disabled" or nccl
 
 
 def refuse_without_behaviour(policy: Policy) -> None:
@@ -150,24 +158,59 @@ _NAMESPACE = {
 
 
 def _launch(resolved: ResolvedPolicy, context: Context) -> _Rows:  # noqa: ARG001 - one signature for all
-    return [("weights.mode", "native" if context.native else "image", context.reason)]
+    return [("weights.mode", context.weights, context.reason)]
 
 
 def _capture(resolved: ResolvedPolicy, context: Context) -> _Rows:
     graphs = ("kept", "a single worker's CUDA graphs are part of its CUDA state")
+    if context.driver == "n580":
+        graphs = ("recreate-from-plan", "every engine that is started captures its graphs by its own plan")
     if not context.gpu:
         graphs = ("disabled", "a host without GPU has no CUDA graphs")
-    elif context.workers > 1:
+        if resolved["graphs.policy"] == "recreate-from-plan":
+            graphs = ("not used", graphs[1])
+    elif context.workers > 1 and context.driver == "n610":
         graphs = ("disabled", "graphs of several workers hold NCCL state that cannot come back yet: it runs eagerly")
     if resolved["graphs.policy"] == "disabled":
         graphs = ("disabled", "the engine runs eagerly")
     calibration = "graphs are not recreated after a restore, so no shape has to be calibrated"
+    if context.driver == "n580":
+        calibration = "no graph is captured later than at the start of an engine, which warms its own shapes"
     return [
-        *(_released(resolved, context) if context.native else _in_image(resolved, context)),
+        *_weights_of_capture(resolved, context),
+        *_scope(resolved, context),
         ("process.shape_calibration", "disabled", calibration),
         ("process.secrets", resolved["process.secrets"], _SECRETS[resolved["process.secrets"]]),
         ("graphs.policy", *graphs),
         ("io.image_compression", *image_compression(resolved["io.image_compression"])),
+    ]
+
+
+def _weights_of_capture(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    if context.native:
+        return _released(resolved, context)
+    return _in_image(resolved, context) if context.driver == "n610" else _in_checkpoint(resolved, context)
+
+
+def _scope(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    if context.driver == "n610":
+        return []
+    scope = resolved["process.artifact_scope"]
+    return [("process.artifact_scope", scope, _SCOPE[scope])]
+
+
+_SCOPE = {
+    "portable": "the template stops before the engine's interpreter begins (pre_exec)",
+    "target-local": "the template has imported the engine, and with it libraries of this machine (imported)",
+}
+
+
+def _in_checkpoint(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    return [
+        ("weights.mode", "checkpoint", f"an engine that is started loads its checkpoint: {context.reason}"),
+        ("process.discard", "kv_cache", "a template has no KV cache"),
+        *_unused(resolved, ("weights.recovery.enabled",), "the checkpoint is all there is"),
+        *_unused(resolved, _WRITING, "CRIU writes the process image itself"),
     ]
 
 
@@ -251,7 +294,7 @@ def _restore(resolved: ResolvedPolicy, context: Context) -> _Rows:
         "exact": "the kernel release must be the captured one",
     }
     return [
-        ("weights.mode", "native" if context.native else "image", context.reason),
+        ("weights.mode", context.weights, context.reason),
         ("weights.verify", verify, how[verify]),
         ("compatibility.kernel", kernel, kernels[kernel]),
         *(_hydrated(resolved) if context.native else _unhydrated(resolved)),

@@ -20,6 +20,7 @@ from coldsnap import (
     restoring,
     sealing,
     shrinking,
+    starting,
     warming,
 )
 from coldsnap.plan import Plan
@@ -42,6 +43,7 @@ from coldsnap.steps import (
     CommitArtifact,
     CompareAnswer,
     DeleteArtifact,
+    DumpTemplate,
     DumpTree,
     HandOver,
     HydrateWeights,
@@ -53,6 +55,7 @@ from coldsnap.steps import (
     MaterializePacks,
     OpenArtifact,
     PrefetchWeights,
+    ProveTemplate,
     PublishPacks,
     PushArtifact,
     Quiesce,
@@ -67,6 +70,7 @@ from coldsnap.steps import (
     ShrinkPages,
     SleepEngine,
     StageCapsule,
+    StartEngine,
     StartKeeper,
     Step,
     StopEngine,
@@ -74,6 +78,7 @@ from coldsnap.steps import (
     ThawTree,
     UnlockCuda,
     VerifyArtifact,
+    VerifyCheckpoint,
     VerifyFiles,
     VerifyPacks,
     WakeEngine,
@@ -206,6 +211,14 @@ def _act(session: Session, step: Step) -> Receipt:
             return restoring.compare_answer(session, step)
         case HandOver():
             return capturing.hand_over(session, step)
+        case ProveTemplate():
+            return starting.prove(session, step)
+        case DumpTemplate():
+            return starting.dump_template(session, step)
+        case StartEngine():
+            return starting.start_engine(session, step)
+        case VerifyCheckpoint():
+            return starting.verify_checkpoint(session, step)
         case StopEngine():
             return capturing.stop(session, step)
         case ReleaseWeights():

@@ -113,6 +113,7 @@ class Restore:
             probed, else the directory ``store`` beside the artifact.
         thaw_timeout_s: How long the process image may take to come back, s.
         answer_timeout_s: How long the restored engine may take to give its first answer, s.
+        ready_timeout_s: How long an engine that is started out of a template may take to be ready, s.
     """
 
     artifact: ArtifactLike | EngineHandle = field(kw_only=False)
@@ -121,6 +122,7 @@ class Restore:
     store: str | None = field(default=None, converter=optional_absolute)
     thaw_timeout_s: float = field(default=600.0, validator=positive)
     answer_timeout_s: float = field(default=120.0, validator=positive)
+    ready_timeout_s: float = field(default=1800.0, validator=positive)
 
     def __attrs_post_init__(self) -> None:
         problems = []

@@ -12,7 +12,19 @@ from attrs import frozen
 __all__ = ["BaseStep", "Phase"]
 
 Phase = Literal[
-    "ADMIT", "STAGE", "THAW", "LAUNCH", "RECONNECT", "HYDRATE", "ACCEPT", "QUIESCE", "DUMP", "SEAL", "PUBLISH", "SETTLE"
+    "ADMIT",
+    "STAGE",
+    "TEMPLATE",
+    "THAW",
+    "LAUNCH",
+    "RECONNECT",
+    "HYDRATE",
+    "ACCEPT",
+    "QUIESCE",
+    "DUMP",
+    "SEAL",
+    "PUBLISH",
+    "SETTLE",
 ]
 
 

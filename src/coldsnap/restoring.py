@@ -31,6 +31,7 @@ from coldsnap.policy import Compatibility
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.shrinking import feed_of
+from coldsnap.starting import require_same_files
 from coldsnap.steps import (
     AdmitArtifact,
     CompareAnswer,
@@ -68,6 +69,8 @@ def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
     differs = [text for text in opened.check_compatibility(target, Compatibility()) if not text.startswith("unit ")]
     if changed or differs:
         raise CompatibilityError(f"the engine of {step.artifact} is not what was captured", [*differs, *changed])
+    if opened.descriptor.snapshot_driver.id == "n580":
+        require_same_files(opened, record.environment)
     session.artifact, session.engine, session.environment = opened, engine, record.environment
     session.report.artifact = opened.path
     return Receipt(
@@ -144,8 +147,10 @@ def stage(session: Session, step: StageCapsule) -> Receipt:
         keeper.rank_dir,
         Directive.new(operation="restore", endpoint=endpoint, plugin_abi=abi, provider=session.provider),
     )
-    (captured,) = (listener for listener in capsule.listeners if listener.role == "api")
-    rebind = n610.Rebind(port=captured.port, to_port=step.port, to_address=step.address)
+    captured = next((listener for listener in capsule.listeners if listener.role == "api"), None)  # of no template
+    rebind = None
+    if captured is not None:
+        rebind = n610.Rebind(port=captured.port, to_port=step.port, to_address=step.address)
     session.staged = staged = n610.stage_tree(
         keeper, opened.path / capsule.path, rebind=rebind, feed=feed_of(session, step)
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from coldsnap import artifact as format9
 from coldsnap.describe import compatibility_unit, described_engine, described_model
-from coldsnap.drivers import n610, sequence
+from coldsnap.drivers import n580, n610, sequence
 from coldsnap.engines.specs import COMMAND, EngineRecord, spec_to_text
 from coldsnap.host.contracts import CONTRACTS
 from coldsnap.host.facts import HostFacts
@@ -20,7 +20,7 @@ from coldsnap.receipts import Receipt
 from coldsnap.releasing import WEIGHTS, describe_weights, require_outside
 from coldsnap.session import Session
 from coldsnap.shrinking import searchable, stored_pages
-from coldsnap.steps import CommitArtifact, ReleaseWeights, SealArtifact
+from coldsnap.steps import CommitArtifact, LaunchTemplate, ReleaseWeights, SealArtifact
 
 __all__ = ["CAPSULE", "commit", "descriptor", "seal"]
 
@@ -74,16 +74,12 @@ def descriptor(session: Session) -> format9.Descriptor:
     command = json.loads(keeper.labels[COMMAND])
     devices = _devices(host, command["environment"], engine.world_size)
     now = time.time_ns()
-    requires = format9.Requires(features=tuple(sorted(CONTRACTS["n610"].features)) if host.gpus else ())
+    requires = format9.Requires(features=tuple(sorted(CONTRACTS[plan.driver].features)) if host.gpus else ())
     return format9.Descriptor(
         capture_id=session.name_capture(),
         created_unix_ns=now,
         plan_digest=plan.digest,
-        snapshot_driver=format9.SnapshotDriver(
-            id="n610",
-            abi=sequence.ABI,
-            boundary="initialized-cuda-process-state" if host.gpus else "initialized-process-state",
-        ),
+        snapshot_driver=_snapshot_driver(plan.driver, gpu=bool(host.gpus)),
         requires=requires,
         engine=described_engine(
             engine,
@@ -94,7 +90,10 @@ def descriptor(session: Session) -> format9.Descriptor:
             redacted=secret_names(command["environment"]),
             cwd=command["cwd"],
         ),
-        compatibility=format9.Compatibility(units=(compatibility_unit(UNIT, host, devices, "n610"),)),
+        compatibility=format9.Compatibility(
+            policy="target-local-v1" if _imported(session) else "placement-independent-v1",
+            units=(compatibility_unit(UNIT, host, devices, plan.driver),),
+        ),
         topology=format9.Topology(
             units=(
                 format9.TopologyUnit(unit=UNIT, workers=tuple(f"worker-{rank}" for rank in range(engine.world_size))),
@@ -104,11 +103,25 @@ def descriptor(session: Session) -> format9.Descriptor:
         ),
         capsule=format9.Capsule(units=(_capsule(session, dumped),)),
         graph=_graph(session),
-        weights=session.weights or format9.Weights(),
+        weights=session.weights or format9.Weights(kind="image" if plan.driver == "n610" else "checkpoint"),
         acceptance=format9.Acceptance(
             prompt=question.prompt, max_tokens=question.max_tokens, text=answer.text, token_ids=answer.token_ids
         ),
     )
+
+
+def _snapshot_driver(driver: str, *, gpu: bool) -> format9.SnapshotDriver:
+    if driver == "n580":
+        return format9.SnapshotDriver(id="n580", abi=n580.ABI, boundary="pre-cuda-process-template")
+    return format9.SnapshotDriver(
+        id="n610",
+        abi=sequence.ABI,
+        boundary="initialized-cuda-process-state" if gpu else "initialized-process-state",
+    )
+
+
+def _imported(session: Session) -> bool:
+    return any(isinstance(step, LaunchTemplate) and step.stop == "imported" for step in session.plan)
 
 
 def _devices(host: HostFacts, environment: Mapping[str, str], workers: int) -> tuple[int, ...]:
@@ -148,5 +161,8 @@ def _graph(session: Session) -> format9.Graph:
     return format9.Graph(
         policy_requested=decision.requested,
         policy_effective=decision.effective,
-        decision="single_worker_graphs_retained" if decision.effective == "kept" else "no_graphs",
+        decision=_GRAPHS.get(decision.effective, "no_graphs"),
     )
+
+
+_GRAPHS = {"kept": "single_worker_graphs_retained", "recreate-from-plan": "recreated_from_engine_plan"}

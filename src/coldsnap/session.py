@@ -166,7 +166,9 @@ class Session:
 
     @property
     def provider(self) -> Literal["image", "native"]:
-        """Return where the weights of the opened artifact come from."""
+        """Return where the weights of the opened artifact come from, as its process image has or lacks them."""
+        if self.plan.driver == "n580":
+            return "image"  # until it is started, a template has nothing to fill
         return "native" if self.need(self.artifact, "an artifact").descriptor.weights.kind == "packs" else "image"
 
     def ended(self) -> str | None:

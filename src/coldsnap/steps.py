@@ -49,6 +49,7 @@ from coldsnap.shelving import (
     ShelvingStep,
     VerifyArtifact,
 )
+from coldsnap.templating import DumpTemplate, ProveTemplate, StartEngine, TemplatingStep, VerifyCheckpoint
 
 __all__ = [
     "AdmitArtifact",
@@ -66,11 +67,13 @@ __all__ = [
     "CommitArtifact",
     "CompareAnswer",
     "DeleteArtifact",
+    "DumpTemplate",
     "DumpTree",
     "HandOver",
     "HydrateWeights",
     "InspectEngine",
     "LaunchEngine",
+    "LaunchTemplate",
     "LeaveWarm",
     "LockCuda",
     "MaterializeEngine",
@@ -78,6 +81,7 @@ __all__ = [
     "OpenArtifact",
     "Phase",
     "PrefetchWeights",
+    "ProveTemplate",
     "PublishPacks",
     "PushArtifact",
     "Quiesce",
@@ -92,6 +96,7 @@ __all__ = [
     "ShrinkPages",
     "SleepEngine",
     "StageCapsule",
+    "StartEngine",
     "StartKeeper",
     "Step",
     "StopEngine",
@@ -99,6 +104,7 @@ __all__ = [
     "ThawTree",
     "UnlockCuda",
     "VerifyArtifact",
+    "VerifyCheckpoint",
     "VerifyFiles",
     "VerifyPacks",
     "WakeEngine",
@@ -182,6 +188,17 @@ class LaunchEngine(BaseStep):
     address: str
     port: int
     spec: str
+
+
+@frozen(kw_only=True)
+class LaunchTemplate(LaunchEngine):
+    """Start a keeper, and under it a process that has the engine's command and stops before it.
+
+    Attributes:
+        stop: Where it stops: pre_exec (before the engine's interpreter begins) or imported (modules are loaded).
+    """
+
+    stop: Literal["pre_exec", "imported"]
 
 
 @frozen(kw_only=True)
@@ -315,6 +332,7 @@ Step = (
     | AdmitPlacement
     | AdmitArtifact
     | LaunchEngine
+    | LaunchTemplate
     | AttachEngine
     | AwaitReady
     | RecordAnswer
@@ -332,6 +350,7 @@ Step = (
     | FreezingStep
     | ShelvingStep
     | MovingStep
+    | TemplatingStep
 )
 
 STEP_CLASSES: dict[str, type[Step]] = {cls.__name__: cls for cls in get_args(Step)}

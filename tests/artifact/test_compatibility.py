@@ -120,6 +120,16 @@ def test_each_gpu_difference_is_refused(change, count: int) -> None:
     assert count == len(mismatches(on_gpu(), target(**{**GPU_HERE, **change}), Rules()))
 
 
+def test_a_target_local_template_belongs_to_one_driver_release() -> None:
+    captured = on_gpu()
+    local = attrs.evolve(captured, compatibility=attrs.evolve(captured.compatibility, policy="target-local-v1"))
+    newer = target(**{**GPU_HERE, "unit_nvidia_driver": "700.1"})
+
+    assert [] == mismatches(captured, newer, Rules())
+    (only,) = mismatches(local, newer, Rules())
+    assert "NVIDIA driver of a target-local template: captured" in only
+
+
 def test_the_captured_driver_floor_and_the_release_rule_can_be_lifted() -> None:
     here = target(**{**GPU_HERE, "unit_nvidia_driver": "580.1"})
 

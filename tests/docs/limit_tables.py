@@ -105,7 +105,15 @@ SITUATIONS = {
     "no private namespaces": host(kernel=evolve(fleet.KERNEL, namespaces=("user",))),
     "a port in use": host(listening_ports=(8000,)),
     "GPUs that could not be listed": host(gpus_known=False, gpu_reason="cuda-bindings is not installed"),
-    "NVIDIA driver 580 to 609": lambda: planned(fleet.capture(), fleet.gpu_host("580.82.07")),
+    "an engine that runs already, where the driver is n580": lambda: planned(
+        fleet.capture_handle(), fleet.gpu_host("580.82.07")
+    ),
+    '`compatibility.driver = "n580"` below NVIDIA driver 580': lambda: planned(
+        fleet.capture(), fleet.gpu_host("570.124.06"), **{"compatibility.driver": "n580"}
+    ),
+    "what only templates do, with the driver n610": lambda: planned(
+        fleet.capture(), **{"process.artifact_scope": "target-local"}
+    ),
     "NVIDIA driver before 580": lambda: planned(fleet.capture(), fleet.gpu_host("570.124.06")),
     '`compatibility.driver = "probed"` without a record of this boot': lambda: planned(
         fleet.capture(), fleet.gpu_host("580.82.07", qualified=False), **{"compatibility.driver": "probed"}

@@ -53,6 +53,21 @@ def test_an_older_driver_is_refused_by_host(choose, host):
         choose(host("new", driver="610.1"), host("old", driver="570.1"))
 
 
+@pytest.mark.parametrize("drivers", [("580.1",), ("700.1", "610.1"), (None,)])
+def test_n580_can_be_asked_for_wherever_it_can_be(choose, host, drivers):
+    hosts = [host(f"h{number}", driver=driver) for number, driver in enumerate(drivers)]
+
+    chosen, reason = choose(*hosts, compatibility_driver="n580")
+
+    assert chosen == "n580"
+    assert "asks for it" in reason
+
+
+def test_n580_that_is_asked_for_still_has_a_floor(choose, host):
+    with pytest.raises(AdmissionError, match="h: NVIDIA driver 575, needed 580"):
+        choose(host("h", driver="575.1"), compatibility_driver="n580", workers=2)
+
+
 def test_hosts_without_a_gpu_get_process_state_only_and_a_reason(choose, host):
     chosen, reason = choose(host("a"), host("b"))
 

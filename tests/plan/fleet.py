@@ -182,6 +182,23 @@ def captured_on(host, **changes):
     return Artifact(Path(OUTPUT), evolve(document, **changes), DIGEST)
 
 
+def template_of(host, *, local=False):
+    """The same artifact as if it had been captured as a template."""
+    captured = captured_on(host)
+    (unit,) = captured.descriptor.capsule.units
+    document = evolve(
+        captured.descriptor,
+        snapshot_driver=format9.SnapshotDriver(id="n580", abi=1, boundary="pre-cuda-process-template"),
+        compatibility=format9.Compatibility(
+            policy="target-local-v1" if local else "placement-independent-v1",
+            units=(compatibility_unit("unit-0", host, (), "n580"),),
+        ),
+        capsule=format9.Capsule(units=(evolve(unit, pids=(601,), listeners=()),)),
+        weights=format9.Weights(kind="checkpoint"),
+    )
+    return Artifact(Path(OUTPUT), document, DIGEST)
+
+
 def with_packs(host, **changes):
     """The same artifact as if its weights had been put into a pack."""
     listed = {

@@ -12,12 +12,14 @@ from attrs import evolve
 
 from coldsnap.errors import AdmissionError
 from coldsnap.operation import Delete, Publish, Sleep, Status, Stop, Verify, Wake
-from coldsnap.policy import IO, Policy, Process, Weights
+from coldsnap.policy import IO, Compatibility, Policy, Process, Weights
 from coldsnap.resolve import resolve
 
 PUBLISH = partial(Publish, store="/store", repository="team/packs", reference="registry.example/team/tiny:v1")
 IMAGE = Policy(weights=Weights(mode="image"))
 GDS = Policy(weights=Weights(mode="native"), io=IO(hydration_backend="gds", verify_mode="preverified"))
+TEMPLATE = Policy(compatibility=Compatibility(driver="n580"))
+IMPORTED = Policy(process=Process(artifact_scope="target-local"))
 HOST_NAMESPACE = Policy(process=Process(namespace="host"))
 
 
@@ -36,7 +38,7 @@ def _plan(policy, operation, host):
 
 def texts():
     """Return every text by its name."""
-    cpu, gpu = fleet.cpu_host(), fleet.gpu_host()
+    cpu, gpu, old = fleet.cpu_host(), fleet.gpu_host(), fleet.gpu_host("580.82.07")
     captured_cpu, captured_gpu = fleet.captured_on(cpu), fleet.captured_on(gpu)
     in_host = fleet.captured_on(cpu, namespace="host", run_dir="/run/coldsnap/tiny/rank")
     return {
@@ -45,6 +47,11 @@ def texts():
         "capture-gpu": _plan(Policy(), fleet.capture(), gpu),
         "capture-gpu-image": _plan(IMAGE, fleet.capture(store="/store"), gpu),
         "capture-host-memory": _plan(Policy(), fleet.capture(spec=fleet.reference(), store="/store", then="keep"), cpu),
+        "capture-template": _plan(TEMPLATE, fleet.capture(), cpu),
+        "capture-template-gpu": _plan(Policy(), fleet.capture(store="/store"), old),
+        "capture-template-imported": _plan(IMPORTED, fleet.capture(store="/store", then="keep"), old),
+        "restore-template": _plan(Policy(), fleet.restore(fleet.template_of(cpu)), cpu),
+        "restore-template-imported": _plan(Policy(), fleet.restore(fleet.template_of(old, local=True)), old),
         "capture-handle": _plan(Policy(), fleet.capture_handle(then="keep"), cpu),
         "capture-handle-gpu": _plan(Policy(), fleet.capture_handle(then="keep"), gpu),
         "capture-host-namespace": _plan(HOST_NAMESPACE, fleet.capture(), cpu),

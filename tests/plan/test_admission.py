@@ -103,12 +103,20 @@ def test_gpus_that_could_not_be_listed_are_no_basis_for_a_plan(planned):
 
 
 @pytest.mark.parametrize("driver", ["580.82.07", "609.1"])
-def test_a_driver_that_only_n580_supports_is_unsupported_with_what_works(planned, driver):
+def test_a_driver_that_only_n580_supports_gets_a_template(planned, driver):
+    plan = planned(fleet.capture(), fleet.gpu_host(driver))
+
+    assert plan.driver == "n580"
+    assert plan["dump"].after == ("prove",)
+    assert not {"LockCuda", "CheckpointCuda"} & {type(step).__name__ for step in plan}
+
+
+def test_an_engine_that_runs_already_is_no_template_any_more(planned):
     with pytest.raises(UnsupportedError) as refusal:
-        planned(fleet.capture(), fleet.gpu_host(driver))
+        planned(fleet.capture_handle(), fleet.gpu_host("580.82.07"))
 
     assert refusal.value.field == "compatibility.driver"
-    assert "610" in refusal.value.works
+    assert "launched for it" in refusal.value.works
 
 
 def test_a_driver_too_old_for_anything_is_refused(planned):

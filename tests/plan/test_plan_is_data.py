@@ -23,6 +23,11 @@ TIMES_S = st.one_of(st.floats(0.1, 1e6), st.integers(1, 10**6))
 NAMES = st.none() | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 PROMPTS = st.text(min_size=1, max_size=40).filter(lambda text: "\0" not in text)
 HOSTS = st.sampled_from([fleet.cpu_host(), fleet.gpu_host(), fleet.gpu_host("700.1")])
+# Their values need others beside them, or another artifact.
+BESIDE = {
+    *("weights.recovery.enabled", "weights.native.materialize", "graphs.policy"),
+    *("process.artifact_scope", "compatibility.driver"),
+}
 
 
 def working_policies():
@@ -30,7 +35,7 @@ def working_policies():
     values = {
         path: leaf_values(rows[path]) if working is ANY else st.sampled_from(working)
         for path, working in WORKING.items()
-        if path != "weights.recovery.enabled"  # its value needs another weights.mode beside it
+        if path not in BESIDE
     }
     values["io.hydration_backend"] = st.sampled_from(["auto", "python", "buffered", "direct"])  # gds needs more
     return st.fixed_dictionaries({}, optional=values).map(lambda changes: Policy().evolve(**changes))

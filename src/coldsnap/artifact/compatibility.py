@@ -36,7 +36,7 @@ class CompatibilityPolicy(Protocol):
         """Whether another kernel release is admitted."""
 
     @property
-    def driver(self) -> Literal["release", "probed"]:
+    def driver(self) -> Literal["release", "probed", "n580"]:
         """Whether a contract's minimum NVIDIA release counts, or the probe of this boot."""
 
     @property
@@ -188,6 +188,10 @@ def _units(descriptor: Descriptor, target: Target, policy: CompatibilityPolicy) 
         yield from _machine(unit, found, policy)
         yield from _criu(descriptor, unit.unit, found.criu, policy)
         yield from _accelerators(unit, found, policy)
+        if descriptor.compatibility.policy == "target-local-v1" and unit.nvidia_driver_captured is not None:
+            # The image maps the libraries of this very release.
+            release = f"unit {unit.unit}: NVIDIA driver of a target-local template"
+            yield from _differs(release, unit.nvidia_driver_captured, found.nvidia_driver)
         # With "release" the number of the NVIDIA driver vouches for its features, with "probed" the probe of this boot.
         for feature in descriptor.requires.features if policy.driver == "probed" else ():
             if feature not in found.features:
@@ -242,7 +246,7 @@ def _accelerators(unit: CompatibilityUnit, found: TargetUnit, policy: Compatibil
     if found.nvidia_driver is None:
         yield _no(f"unit {unit.unit}: there is no NVIDIA driver")
         return
-    floors = [("the contract needs", unit.nvidia_driver_min if policy.driver == "release" else None)]
+    floors = [("the contract needs", unit.nvidia_driver_min if policy.driver != "probed" else None)]
     if policy.enforce_captured_driver_floor:
         floors.append(("the capture had", unit.nvidia_driver_captured))
     for reason, floor in floors:

@@ -103,13 +103,14 @@ class Weights:
     """Where the weights are.
 
     Attributes:
-        kind: ``image``: inside the process image; ``packs``: in model payloads, with residuals here.
+        kind: ``image``: inside the process image; ``packs``: in model payloads, with residuals here; ``checkpoint``:
+            nowhere but in the model's own files, whose identity is the engine's model.
         payloads: The packs, for kind packs.
         workers: The files of each worker, for kind packs.
         recovery: The checkpoint, when recovery is possible.
     """
 
-    kind: Literal["image", "packs"] = "image"
+    kind: Literal["image", "packs", "checkpoint"] = "image"
     payloads: ModelPayloads | None = None
     workers: tuple[WorkerWeights, ...] = field(
         default=(), validator=record.one_of_each(lambda item: item.worker, "worker")
@@ -119,8 +120,8 @@ class Weights:
     def __attrs_post_init__(self) -> None:
         """Check descriptor.8: packs come with residuals, images with neither."""
         owners = tuple(item.worker for item in self.payloads.objects) if self.payloads else ()
-        if self.kind == "image" and (owners or self.workers or self.recovery):
-            raise record.Broken("descriptor.8", "weights in the image have neither payloads nor residuals")
+        if self.kind != "packs" and (owners or self.workers or self.recovery):
+            raise record.Broken("descriptor.8", f"weights in the {self.kind} have neither payloads nor residuals")
         if self.kind == "packs" and (not self.workers or (self.payloads is None and self.recovery is None)):
             raise record.Broken("descriptor.8", "weights outside the image need residuals, and payloads or recovery")
         if owners and sorted(owners) != sorted(item.worker for item in self.workers):

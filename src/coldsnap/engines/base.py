@@ -84,6 +84,13 @@ class Engine(Protocol):
     def user_seeded(self) -> bool:
         """Return whether the user chose a seed; generators are then left alone after a restore."""
 
+    @property
+    def imported(self) -> tuple[str, ...]:
+        """Return the modules that an ``imported`` template loads before it stops; empty where there is none.
+
+        The first is the one that the command runs (``python -m``).
+        """
+
     def eager(self) -> Engine:
         """Return the same engine without CUDA graphs."""
 

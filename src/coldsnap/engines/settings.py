@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 from attrs import frozen
 
 from coldsnap.errors import AdmissionError
+from coldsnap.keeper.allowed import is_transport
 
 if TYPE_CHECKING:
     from coldsnap.policy import Policy
-
 __all__ = [
     "DIRECTIVE",
     "INHERITED",
@@ -31,6 +31,7 @@ __all__ = [
     "inherited_environment",
     "project",
     "setting",
+    "transport_environment",
 ]
 
 Owner = Literal["user", "controller"]
@@ -40,7 +41,7 @@ Projection = Callable[..., str | None]
 PREFIX = "COLDSNAP_"
 DIRECTIVE = "COLDSNAP_DIRECTIVE"
 
-# What finds programs, libraries, devices, caches and a locale on this machine; nothing that may hold a credential.
+# What finds programs, libraries, devices, caches and a locale here; nothing that may hold a credential.
 INHERITED = frozenset(
     {
         "CUDA_HOME",
@@ -130,9 +131,8 @@ def _preverified(mode: str) -> str:
 
 # The names made by the next three functions that this version acts on; those of native I/O all are.
 _ACTED_ON = {"DISK_SLEEP_DIR", "KV_CAPACITY_GUARD", "MODEL_ID", "MODEL_METADATA_SHA256", "MODEL_REVISION"}
-_ACTED_ON |= {"RECOVERY_WEIGHT_SOURCE", "VLLM_OVERRIDE_CUMEM"}
-# SGLang's.
-_ACTED_ON |= {"LIVE_BACKING", "RUNTIME_DIR", "SGLANG_RECOVERY_LOAD_FORMAT"}
+_ACTED_ON |= {"RECOVERY_WEIGHT_SOURCE", "RESTORE_TRANSPORT_ENVIRONMENT_PATH", "VLLM_OVERRIDE_CUMEM"}
+_ACTED_ON |= {"LIVE_BACKING", "RUNTIME_DIR", "SGLANG_RECOVERY_LOAD_FORMAT"}  # SGLang's
 
 
 def _recovery(suffix: str, leaf: str, default: str, meaning: str, projection: Projection = _text) -> Setting:
@@ -393,3 +393,8 @@ def inherited_environment(environ: Mapping[str, str] | None = None) -> dict[str,
     """
     source = os.environ if environ is None else environ
     return {name: value for name, value in source.items() if name in INHERITED or name.startswith("LC_")}
+
+
+def transport_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return how peers are reached from here: what a restored template takes in place of the names of its capture."""
+    return {name: value for name, value in (environ or os.environ).items() if is_transport(name)}

@@ -23,7 +23,7 @@ def select_driver(
         facts: What is known of the machines.
         hosts: Names of the hosts of the placement.
         compatibility_driver: ``release``: the NVIDIA driver's number decides. ``probed``: for a single worker, a
-            qualification record of this boot decides.
+            qualification record of this boot decides. ``n580``: that one, if every host can.
         workers: Ranks of the engine, over all hosts.
 
     Returns:
@@ -39,6 +39,8 @@ def select_driver(
     if unknown:
         raise AdmissionError("the GPUs of the placement are not all known, and a driver is not guessed", unknown)
     bare = [host.name for host in placed if not host.gpus]
+    if compatibility_driver == "n580":
+        return _asked_for("n580", placed)
     if len(bare) == len(placed):
         return "n610", "no GPU on any host: process state only, no CUDA step"
     if bare:
@@ -49,6 +51,16 @@ def select_driver(
     if compatibility_driver == "probed" and workers == 1:
         return _probed(placed)
     return _by_release(placed, compatibility_driver)
+
+
+def _asked_for(driver: str, placed: Sequence[HostFacts]) -> tuple[str, str]:
+    floor = CONTRACTS[driver].minimum_driver_major
+    majors = _majors([host for host in placed if host.gpus])
+    if lines := [
+        f"{name}: NVIDIA driver {major}, needed {floor} or newer" for name, major in majors.items() if major < floor
+    ]:
+        raise AdmissionError(f"the NVIDIA driver is too old for {driver}; update it", lines)
+    return driver, "the policy asks for it" + ("" if majors else "; no GPU on any host: nothing of a driver is needed")
 
 
 def _majors(placed: Sequence[HostFacts]) -> dict[str, int]:

@@ -25,6 +25,7 @@ from coldsnap.planning.placing import (
     driver_decision,
     placed,
 )
+from coldsnap.planning.template import capture_weights, refuse_for_driver, start_step, stop_of, template_steps
 from coldsnap.planning.weights import (
     PlacedWeights,
     at_capture,
@@ -59,19 +60,29 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
     """
     if isinstance(operation.engine, EngineHandle):
         unit, host, workers = None, facts.host("local"), 1
+        driver, why = chosen_driver(policy, facts, unit, workers)
+        _require_launched_as_template(driver, why)
         weights, first, subject = _attached(policy, operation.engine, host)
         ready_after = "attach"
     else:
         placement = cast("Placement", operation.placement)
         unit, host = placed(placement, facts)
         engine = cast("Engine", operation.engine)
-        weights, workers = at_capture(policy, engine, gpu=bool(host.gpus)), engine.world_size
+        workers = engine.world_size
+        driver, why = chosen_driver(policy, facts, unit, workers)
+        settle = capture_weights if driver == "n580" else at_capture
+        weights = settle(policy, engine, gpu=bool(host.gpus))
         require(f"{engine.kind} cannot be captured", host_problems(weights.resolved, host, unit))
-        first = launch_steps(weights, engine, placement, host, after=("admit-output",))
+        stop = stop_of(weights.resolved, engine) if driver == "n580" else ""
+        first = launch_steps(weights, engine, placement, host, after=("admit-output",), driver=driver, stop=stop)
         ready_after = "launch"
+        if stop:
+            held = template_steps(operation, UNIT, criu_path(host), stop, devices_for(unit, host, workers))
+            first += (*held, start_step(unit, UNIT, stop, after=held[-1].id))
+            ready_after = "start"
         subject = f"{engine.kind} {engine.model} on {unit.host}, {unit.address}:{unit.port}"
+    refuse_for_driver(policy, driver)
     resolved, store = weights.resolved, store_beside(operation, facts, operation.output)
-    driver, why = chosen_driver(resolved, facts, unit, workers)
     context = Context(
         operation="capture",
         gpu=bool(host.gpus),
@@ -79,6 +90,7 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
         native=weights.native,
         store=store,
         reason=weights.reason,
+        driver=driver,
     )
     decisions = decide(resolved, context)
     return Plan(
@@ -88,9 +100,9 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
         steps=(
             AdmitOutput(id="admit-output", output=operation.output),
             *first,
-            *_accepted(operation, ready_after),
-            *_dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers)),
-            *_committed(operation, resolved, native=weights.native),
+            *_accepted(operation, ready_after, quiet=driver == "n610" or weights.native),
+            *_dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers), driver=driver),
+            *_committed(operation, resolved, weights=context.weights, driver=driver),
         ),
         decisions=(driver_decision(driver, why), cuda_decision(host), *decisions),
         choices=_choices(operation, weights),
@@ -110,8 +122,17 @@ def _attached(policy: Policy, handle: EngineHandle, host: HostFacts) -> tuple[Pl
     return weights, steps, f"the engine in {handle.run_dir}"
 
 
-def _accepted(operation: Capture, ready_after: str) -> tuple[Step, ...]:
-    return (
+def _require_launched_as_template(driver: str, why: str) -> None:
+    if driver == "n580":
+        raise UnsupportedError(
+            f"the snapshot driver would be n580 ({why}), and an engine that runs already has no template any more",
+            field="compatibility.driver",
+            works='capturing an engine that is launched for it; compatibility.driver = "probed" with one worker',
+        )
+
+
+def _accepted(operation: Capture, ready_after: str, *, quiet: bool) -> tuple[Step, ...]:
+    steps: tuple[Step, ...] = (
         AwaitReady(id="ready", after=(ready_after,), timeout_s=operation.ready_timeout_s),
         RecordAnswer(
             id="answer",
@@ -120,17 +141,21 @@ def _accepted(operation: Capture, ready_after: str) -> tuple[Step, ...]:
             tokens=operation.answer_tokens,
             timeout_s=operation.quiesce_timeout_s,
         ),
-        Quiesce(id="quiesce", after=("answer", "admit-output"), timeout_s=operation.quiesce_timeout_s),
     )
+    if not quiet:  # nothing of it leaves the process any more
+        return steps
+    return (*steps, Quiesce(id="quiesce", after=("answer", "admit-output"), timeout_s=operation.quiesce_timeout_s))
 
 
 def _dumped(
-    operation: Capture, weights: PlacedWeights, store: str, *, host: HostFacts, devices: tuple[int, ...]
+    operation: Capture, weights: PlacedWeights, store: str, *, host: HostFacts, devices: tuple[int, ...], driver: str
 ) -> tuple[Step, ...]:
     """Return the steps from a quiet engine to its image, and, where it is kept, back to one that serves."""
     before: tuple[Step, ...] = ()
     if weights.native:
         before = (release_step(weights.resolved, operation, store, after="quiesce"),)
+    if driver == "n580":  # whose image is there already
+        return (*before, *_back(operation, weights, after="release")) if before else ()
     image = sequence.capture_steps(
         after="release" if before else "quiesce",
         unit=UNIT,
@@ -141,16 +166,25 @@ def _dumped(
     )
     if operation.then == "stop":
         return (*before, *image)
-    after, back = image[-1].id, tuple[Step, ...]()
+    return (*before, *image, *_back(operation, weights, after=image[-1].id))
+
+
+def _back(operation: Capture, weights: PlacedWeights, *, after: str) -> tuple[Step, ...]:
+    """Return the steps after which an engine that is kept serves again."""
+    if operation.then == "stop":
+        return ()
+    back: tuple[Step, ...] = ()
     if weights.native:
         back = (hydrate_step(weights.resolved, "", after=(after,), timeout_s=operation.dump_timeout_s),)
         after = "hydrate"
-    return (*before, *image, *back, ResumeEngine(id="resume", after=(after,)))
+    return (*back, ResumeEngine(id="resume", after=(after,)))
 
 
-def _committed(operation: Capture, resolved: ResolvedPolicy, *, native: bool) -> tuple[Step, ...]:
+def _committed(operation: Capture, resolved: ResolvedPolicy, *, weights: str, driver: str) -> tuple[Step, ...]:
     # A kept workload serves again before its artifact is sealed; with its memory back, nothing needs the files alone.
-    kept = operation.then == "keep"
+    kept = operation.then == "keep" and (driver == "n610" or weights == "native")
+    # What a template becomes afterwards must have answered, and given its weights away, before there is an artifact.
+    done = () if driver == "n610" else ("release",) if weights == "native" else ("answer",)
     compression, _ = image_compression(resolved["io.image_compression"])
     return (
         ShrinkPages(
@@ -163,9 +197,9 @@ def _committed(operation: Capture, resolved: ResolvedPolicy, *, native: bool) ->
         ),
         SealArtifact(
             id="seal",
-            after=("shrink",),
+            after=("shrink", *done),
             output=operation.output,
-            weights="packs" if native else "image",
+            weights="packs" if weights == "native" else weights,
             image_compression=compression,
         ),
         CommitArtifact(id="commit", after=("seal",), output=operation.output),

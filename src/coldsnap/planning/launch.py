@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
+
+from attrs import asdict
 
 from coldsnap.admission import command_problems, host_problems, require
 from coldsnap.behaviour import Context, decide, runs_eagerly
@@ -16,7 +18,7 @@ from coldsnap.plan import Plan
 from coldsnap.planning.placing import admit_host, chosen_driver, devices_for, driver_decision, placed
 from coldsnap.planning.weights import PlacedWeights, at_capture
 from coldsnap.policy import Policy
-from coldsnap.steps import AdmitEngine, AdmitPlacement, AwaitReady, HandOver, LaunchEngine, Step
+from coldsnap.steps import AdmitEngine, AdmitPlacement, AwaitReady, HandOver, LaunchEngine, LaunchTemplate, Step
 
 __all__ = ["launch_steps", "plan_launch"]
 
@@ -35,15 +37,19 @@ def plan_launch(policy: Policy, operation: Launch, facts: Facts) -> Plan:
     weights = at_capture(policy, engine, gpu=gpu, captures=False)
     resolved = weights.resolved
     require(f"{engine.kind} cannot be launched", host_problems(resolved, host, unit))
-    driver, why = chosen_driver(resolved, facts, unit, engine.world_size)
+    driver, why = chosen_driver(policy, facts, unit, engine.world_size)
     devices_for(unit, host, engine.world_size)
     steps = [
-        *launch_steps(weights, engine, operation.placement, host),
+        *launch_steps(weights, engine, operation.placement, host, driver=driver),
         AwaitReady(id="ready", after=("launch",), timeout_s=operation.ready_timeout_s),
         HandOver(id="hand-over", after=("ready",)),
     ]
     context = Context(
-        operation="launch", gpu=gpu, workers=engine.world_size, native=weights.native, reason=weights.reason
+        operation="launch",
+        gpu=gpu,
+        workers=engine.world_size,
+        native=weights.native,
+        reason=weights.reason,
     )
     return Plan(
         operation="launch",
@@ -55,7 +61,14 @@ def plan_launch(policy: Policy, operation: Launch, facts: Facts) -> Plan:
 
 
 def launch_steps(
-    weights: PlacedWeights, engine: Engine, placement: Placement, host: HostFacts, after: tuple[str, ...] = ()
+    weights: PlacedWeights,
+    engine: Engine,
+    placement: Placement,
+    host: HostFacts,
+    after: tuple[str, ...] = (),
+    *,
+    driver: str,
+    stop: Literal["", "pre_exec", "imported"] = "",
 ) -> list[Step]:
     """Return the steps from nothing to a started engine; the last is ``launch``.
 
@@ -64,29 +77,30 @@ def launch_steps(
     """
     unit, gpu, resolved = placement.front, bool(host.gpus), weights.resolved
     raise_refusals(f"{engine.kind} {engine.model}", engine.refusals(gpu=gpu))
-    if runs_eagerly(resolved, Context(operation="launch", gpu=gpu, workers=engine.world_size)):
+    if runs_eagerly(resolved, Context(operation="launch", gpu=gpu, workers=engine.world_size, driver=driver)):
         engine = engine.eager()
     endpoint = Endpoint(host=unit.address, port=unit.port)
     # With EXPORT_MODEL_PAYLOAD among them (specs.RELEASING), without which no load is observed.
     told = settings.project(resolved.policy, cast("settings.Engine", engine.kind), {}) if weights.native else {}
     command = engine.launch_command(endpoint, environ=told, gpu=gpu)
     require(f"{engine.kind} {engine.model} cannot be launched", command_problems(resolved, command))
+    launch = LaunchEngine(
+        id="launch",
+        after=("admit-host", "admit-engine", "admit-placement", *after),
+        kind=engine.kind,
+        argv=command.argv,
+        environment=tuple(sorted(command.env.items())),
+        cwd=command.cwd,
+        namespace=resolved["process.namespace"],
+        name=placement.name or "",
+        run_dir=placement.run_dir or "",
+        address=unit.address,
+        port=unit.port,
+        spec=spec_to_text(engine),
+    )
     return [
         admit_host(host, resolved["process.namespace"]),
         AdmitEngine(id="admit-engine", kind=engine.kind, python=engine.python, model=engine.model, revision=""),
         AdmitPlacement(id="admit-placement", address=unit.address, port=unit.port),
-        LaunchEngine(
-            id="launch",
-            after=("admit-host", "admit-engine", "admit-placement", *after),
-            kind=engine.kind,
-            argv=command.argv,
-            environment=tuple(sorted(command.env.items())),
-            cwd=command.cwd,
-            namespace=resolved["process.namespace"],
-            name=placement.name or "",
-            run_dir=placement.run_dir or "",
-            address=unit.address,
-            port=unit.port,
-            spec=spec_to_text(engine),
-        ),
+        LaunchTemplate(stop=stop, **asdict(launch)) if stop else launch,
     ]

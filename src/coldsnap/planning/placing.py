@@ -12,7 +12,7 @@ from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.host.selection import select_driver
 from coldsnap.operation import Placement, UnitPlacement
 from coldsnap.plan import Decision
-from coldsnap.policy import ResolvedPolicy
+from coldsnap.policy import Policy
 from coldsnap.steps import AdmitHost
 
 __all__ = [
@@ -42,22 +42,15 @@ def placed(placement: Placement, facts: Facts) -> tuple[UnitPlacement, HostFacts
     return placement.front, facts.host(placement.front.host)
 
 
-def chosen_driver(resolved: ResolvedPolicy, facts: Facts, unit: UnitPlacement | None, workers: int) -> tuple[str, str]:
+def chosen_driver(policy: Policy, facts: Facts, unit: UnitPlacement | None, workers: int) -> tuple[str, str]:
     """Return the snapshot driver, and why.
 
     Raises:
-        UnsupportedError: It would be one that this version does not have.
+        AdmissionError: No driver fits, or not all is known of the hosts.
     """
-    rule = resolved["compatibility.driver"]
+    rule = policy.resolved()["compatibility.driver"]
     hosts = ["local" if unit is None else unit.host]
-    driver, why = select_driver(facts, hosts, compatibility_driver=rule, workers=workers)
-    if driver != "n610":
-        raise UnsupportedError(
-            f"the snapshot driver would be {driver}: {why}",
-            field="compatibility.driver",
-            works='NVIDIA driver >= 610; compatibility.driver = "probed" with one worker; a host without GPU',
-        )
-    return driver, why
+    return select_driver(facts, hosts, compatibility_driver=rule, workers=workers)
 
 
 def driver_decision(driver: str, why: str) -> Decision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 from coldsnap.admission import host_problems, namespace_problems, require
 from coldsnap.artifact import Artifact, Comparison, Target
@@ -16,6 +16,7 @@ from coldsnap.operation import Placement, Restore, UnitPlacement
 from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.materialize import materialize_steps, require_materializable, require_warm
 from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
+from coldsnap.planning.template import refuse_other_driver, start_step, verify_steps
 from coldsnap.planning.weights import at_restore, hydrate_step, pack_steps, store_beside, weights_choices
 from coldsnap.policy import Policy, ResolvedPolicy
 from coldsnap.steps import (
@@ -55,6 +56,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
     descriptor = artifact.descriptor
     placement = cast("Placement", operation.placement)
     unit, host = placed(placement, facts)
+    refuse_other_driver(policy, artifact)
     weights = at_restore(policy, artifact, gpu=bool(host.gpus and descriptor.compatibility.units[0].devices))
     resolved, native = weights.resolved, weights.native
     require_materializable(resolved, artifact)
@@ -69,6 +71,9 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             f"the artifact {artifact.path} cannot be restored on {unit.host}",
             [f"it was captured on {len(captured)} GPUs, the placement names {len(devices)}; name as many"],
         )
+    driver, scope = descriptor.snapshot_driver.id, descriptor.compatibility.policy
+    # A template holds the driver only where it has imported what loads it.
+    thawed_on = devices if driver == "n610" or scope == "target-local-v1" else ()
     packs = pack_steps(resolved, artifact, store, facts) if native else ()
     if operation.state == "warm":  # what is read ahead would be forgotten by the time that it is wanted
         packs = tuple(step for step in packs if not isinstance(step, PrefetchWeights))
@@ -97,14 +102,18 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             after="keeper",
             unit=descriptor.capsule.units[0].unit,
             criu=criu_path(host),
-            devices=devices,
+            devices=thawed_on,
             address=unit.address,
             port=unit.port,
             timeout_s=operation.thaw_timeout_s,
             chosen=bool(unit.devices),
             compression=descriptor.capsule.units[0].pages.compression,
         ),
-        *_woken(resolved, operation, store, native=native, thawed="unlock-cuda" if devices else "thaw"),
+        *(
+            _started(operation, unit, thawed="unlock-cuda" if thawed_on else "thaw")
+            if driver == "n580"
+            else _woken(resolved, operation, store, native=native, thawed="unlock-cuda" if devices else "thaw")
+        ),
     ]
     context = Context(
         operation="restore",
@@ -113,6 +122,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         native=native,
         store=store,
         reason=weights.reason,
+        driver=driver,
     )
     stored = stored_as(descriptor.capsule.units[0].pages.compression)
     pages = Decision(name="pages", requested="", layer="", **stored)
@@ -122,7 +132,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
     ]
     return Plan(
         operation="restore",
-        driver=descriptor.snapshot_driver.id,
+        driver=driver,
         subject=f"{descriptor.engine.kind} {descriptor.engine.model.id} from {artifact.path} on {unit.host}, "
         f"{unit.address}:{unit.port}",
         steps=tuple(steps),
@@ -160,6 +170,27 @@ def _compared(resolved: ResolvedPolicy, operation: Restore, unit: UnitPlacement,
         raise CompatibilityError(what, [*comparison.mismatches, *reasons])
     require(what, reasons)
     return comparison
+
+
+def _started(operation: Restore, unit: UnitPlacement, *, thawed: str) -> tuple[Step, ...]:
+    """Return the steps from a thawed template to an engine that has given the captured answer."""
+    artifact = cast("Artifact", operation.artifact)
+    stop: Literal["pre_exec", "imported"] = (
+        "imported" if artifact.descriptor.compatibility.policy == "target-local-v1" else "pre_exec"
+    )
+    verified = verify_steps(artifact)
+    return (
+        *verified,
+        start_step(unit, artifact.descriptor.capsule.units[0].unit, stop, after=thawed),
+        AwaitReady(id="ready", after=("start",), timeout_s=operation.ready_timeout_s),
+        Reconnect(id="reconnect", after=("ready",), timeout_s=RECONNECT_TIMEOUT_S),
+        CompareAnswer(
+            id="answer",
+            after=("reconnect", "verify", *(step.id for step in verified)),
+            timeout_s=operation.answer_timeout_s,
+        ),
+        HandOver(id="hand-over", after=("answer",)),
+    )
 
 
 def _woken(resolved: ResolvedPolicy, operation: Restore, store: str, *, native: bool, thawed: str) -> tuple[Step, ...]:

@@ -109,6 +109,8 @@ def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeight
     """
     weights, mode = artifact.descriptor.weights, policy.resolved()["weights.mode"]
     native = weights.kind == "packs"
+    if artifact.descriptor.snapshot_driver.id == "n580":
+        return _started(policy, artifact)
     has = "in packs" if native else "in the process image"
     if mode not in ("auto", "native" if native else "image"):
         raise UnsupportedError(
@@ -128,6 +130,22 @@ def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeight
             works="auto, python, buffered or direct",
         )
     return PlacedWeights(resolved=resolved, native=native, reason=f"the artifact has them {has}")
+
+
+def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
+    """Settle where an engine that is started anew gets its weights: from its checkpoint.
+
+    Raises:
+        UnsupportedError: They are wanted from somewhere else.
+    """
+    if policy.resolved()["weights.mode"] != "auto":
+        raise UnsupportedError(
+            f"the engine of {artifact.path} is started anew, and loads its checkpoint",
+            field="weights.mode",
+            works='weights.mode = "auto"',
+        )
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=False))
+    return PlacedWeights(resolved=resolved, native=False, reason="an engine that is started anew loads its checkpoint")
 
 
 def store_beside(operation: Capture | Restore, facts: Facts, path: str) -> str:

@@ -19,7 +19,7 @@ from coldsnap.policy.limits import Flag, OneOf
 __all__ = ["Compatibility"]
 
 Kernel = Literal["capability", "exact"]
-Driver = Literal["release", "probed"]
+Driver = Literal["release", "probed", "n580"]
 
 
 @section("compatibility")
@@ -37,7 +37,8 @@ class Compatibility(Section):
         "release",
         OneOf(get_args(Driver)),
         doc="release: the NVIDIA driver's number decides (N580 from 580, N610 from 610). "
-        "probed: the number is provenance, and a qualification record of this boot decides.",
+        "probed: the number is provenance, and a qualification record of this boot decides. "
+        "n580: the portable template wherever it can be, also on a host without a GPU.",
     )
     enforce_captured_driver_floor: bool = leaf(
         True,

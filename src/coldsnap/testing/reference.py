@@ -79,6 +79,11 @@ class ReferenceEngine:
         """Return whether the user chose a seed."""
         return self.seed is not None
 
+    @property
+    def imported(self) -> tuple[str, ...]:
+        """Return what takes time to import; its worker has it when it is forked (``--fork``)."""
+        return ("coldsnap.testing.reference_server", "torch", "numpy")
+
     def eager(self) -> Self:
         """Return the same engine: it has no graphs."""
         return self

@@ -25,6 +25,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from coldsnap.engines.rank import Busy, Operation
+from coldsnap.engines.settings import directive_path
+from coldsnap.keeper.directive import read_directive
 from coldsnap.testing.reference_worker import END, POLL_S, Channel, start_rank, work
 
 BEAT_S, BEAT_PATIENCE_S = 0.02, 1.0
@@ -41,7 +43,9 @@ class FrontEnd:
         self.worker = worker
         self.pair = pair
         self._door = threading.Condition()
-        self._closed = False
+        # Started for a restore, it must first give the captured answer.
+        path = directive_path()
+        self._closed = path is not None and read_directive(path).operation == "restore"
         self._unfinished = 0
         self._held = 0
         self._key = ""
@@ -238,7 +242,8 @@ def serve(options: argparse.Namespace) -> None:
     atexit.register(channel.remove)
     listener = socket.create_server(("127.0.0.1", 0)) if options.loopback else None
     port = listener.getsockname()[1] if listener is not None else None
-    worker = multiprocessing.get_context("spawn").Process(target=work, args=(channel, options, port), daemon=True)
+    start: Any = multiprocessing.get_context("fork" if options.fork else "spawn")
+    worker = start.Process(target=work, args=(channel, options, port), daemon=True)
     worker.start()
     while not channel.ready.wait(timeout=POLL_S):
         if not worker.is_alive():
@@ -282,6 +287,7 @@ def main() -> None:
     parser.add_argument("--hoard", action="store_true", help="keep a second copy of the weights that nothing releases")
     parser.add_argument("--untidy", action="store_true", help="refuse to give unused memory back before a capture")
     parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--fork", action="store_true", help="fork the worker: it has what was imported already")
     parser.add_argument("--exit-after-s", type=float, default=None)
     parser.add_argument("--listen-unix", action="append", default=[], help="a Unix socket: a path, or @ and a name")
     parser.add_argument("--noise", action="store_true", help="give a greedy request another answer each time")

@@ -102,6 +102,7 @@ def _bytes(memory: shared_memory.SharedMemory) -> memoryview:
 
 def work(channel: Channel, options: argparse.Namespace, port: int | None) -> None:
     """Run the worker: weights, a loop over requests, and a thread that only ticks."""
+    inherited = sorted({"torch", "numpy"} & set(sys.modules))
     import torch  # noqa: PLC0415  the front end must not pay for it
 
     parent = os.getppid()
@@ -109,7 +110,8 @@ def work(channel: Channel, options: argparse.Namespace, port: int | None) -> Non
     torch.set_num_threads(2)
     torch.manual_seed(options.seed)
     model, operations = load(options)
-    start_rank("worker", operations, torch=torch.__version__)
+    told = {"inherited": lambda _: {"modules": inherited}}
+    start_rank("worker", {**operations, **told}, torch=torch.__version__)
     threading.Thread(target=_tick, name="reference-tick", daemon=True).start()
     if port is not None:
         threading.Thread(target=_echo, args=(port,), name="reference-echo", daemon=True).start()

@@ -72,6 +72,11 @@ class SGLang(DescribedEngine):
         """Return whether the user chose a seed."""
         return self._has("--random-seed")
 
+    @property
+    def imported(self) -> tuple[str, ...]:
+        """Return nothing: no template of SGLang imports anything before it stops."""
+        return ()
+
     def eager(self) -> Self:
         """Return the same engine without CUDA graphs."""
         return self if self._has(*_EAGER) else evolve(self, args=(*self.args, *_EAGER))

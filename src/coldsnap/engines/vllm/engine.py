@@ -26,6 +26,12 @@ from coldsnap.keeper.directive import Endpoint
 __all__ = ["VLLM"]
 
 _MODULE = "vllm.entrypoints.openai.api_server"
+_IMPORTED = (
+    _MODULE,
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.model_executor.model_loader.default_loader",
+)
 ENTRY_POINT = "vllm.general_plugins:coldsnap"
 
 # Wheels for processors alone are published under a name of their own.
@@ -72,6 +78,11 @@ class VLLM(DescribedEngine):
     def user_seeded(self) -> bool:
         """Return whether the user chose a seed."""
         return any(name == "--seed" for name, _ in options(self.args))
+
+    @property
+    def imported(self) -> tuple[str, ...]:
+        """Return what every process of a server imports: front end, engine core and executor."""
+        return _IMPORTED
 
     def eager(self) -> Self:
         """Return the same engine without CUDA graphs and compilation."""

@@ -24,13 +24,19 @@ _LAST_WRITES_S = 0.02  # the last pieces of streamed answers leave the server af
 
 
 class FrontEnd:
-    """The one ``AsyncLLM`` of this process, and the door in front of it."""
+    """The one ``AsyncLLM`` of this process, and the door in front of it.
 
-    def __init__(self) -> None:
+    Args:
+        closed: Whether the door is closed until somebody is admitted: an engine that is started for a restore must
+            first give the captured answer.
+    """
+
+    def __init__(self, *, closed: bool = False) -> None:
         self._engine: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = asyncio.Event()
-        self._open.set()
+        if not closed:
+            self._open.set()
         self._entering = 0  # past the door, not yet counted by the engine
         self._held = 0
         self._key = ""  # lets one request through the closed door: the acceptance request of a restore

@@ -74,11 +74,11 @@ def _start(role: str, path: str) -> None:
     versions = {"coldsnap": importlib.metadata.version("coldsnap")}
     # What is loaded is what is told; a rank imports nothing for the sake of its version.
     versions |= {name: str(sys.modules[name].__version__) for name in ("vllm", "torch") if name in sys.modules}
-    operations = _hook_front_end() if role == "api" else _hook_worker()
+    operations = _hook_front_end(path) if role == "api" else _hook_worker()
     Rank(role, path, engine="vllm", versions=versions, operations=operations).start()
 
 
-def _hook_front_end() -> Mapping[str, Operation]:
+def _hook_front_end(path: str) -> Mapping[str, Operation]:
     import functools  # noqa: PLC0415
     import os  # noqa: PLC0415
     from typing import Any  # noqa: PLC0415
@@ -88,10 +88,11 @@ def _hook_front_end() -> Mapping[str, Operation]:
 
     from coldsnap.engines.vllm import contract  # noqa: PLC0415
     from coldsnap.engines.vllm.frontend import FrontEnd  # noqa: PLC0415
+    from coldsnap.keeper.directive import read_directive  # noqa: PLC0415
 
     contract.report(os.path.dirname(vllm.__file__), version=vllm.__version__).require()
 
-    front = FrontEnd()
+    front = FrontEnd(closed=read_directive(path).operation == "restore")
     original = AsyncLLM.__init__
 
     @functools.wraps(original)
