@@ -11,9 +11,10 @@ import sys
 
 from coldsnap.drivers import n610
 from coldsnap.drivers.cuda import CudaHelper
-from coldsnap.drivers.devices import moves_to, needs_by_ordinal
+from coldsnap.drivers.devices import moves_to, needs_by_ordinal, with_hydration
 from coldsnap.engines.settings import inherited_environment
 from coldsnap.errors import DriverError
+from coldsnap.hydrating import mapped_bytes
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.steps import CheckpointCuda, LockCuda, RestoreCuda, UnlockCuda
@@ -75,13 +76,16 @@ def restore(session: Session, step: RestoreCuda) -> Receipt:
     placed = [gpu.uuid for ordinal in step.devices for gpu in gpus if gpu.index == ordinal]
     present = {gpu.uuid for gpu in gpus}
     moves = moves_to(thawed.devices, placed, present=present, chosen=step.chosen)
-    needs = needs_by_ordinal(thawed.devices, moves, helper.devices()) if thawed.devices else ()
+    # A restore that fits and a hydrate that then does not would fail late, with everything else done.
+    hydrated = () if session.artifact is None else mapped_bytes(session.artifact)
+    held = with_hydration(thawed.devices, hydrated)
+    needs = needs_by_ordinal(held, moves, helper.devices()) if thawed.devices else ()
     helper.restore(thawed.nvidia_pids, timeout_s=step.timeout_s, needs_bytes=needs, moves=moves)
     return Receipt(
         step=step.id,
         effective=f"{len(thawed.nvidia_pids)} processes restored",
         reason=", ".join(f"{old} to {new}" for old, new in moves),
-        bytes=sum(needs),
+        bytes=sum(device.needs_bytes for device in thawed.devices),
     )
 
 

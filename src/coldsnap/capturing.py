@@ -15,6 +15,7 @@ from coldsnap.accelerating import prepare
 from coldsnap.artifact import ArtifactWriter
 from coldsnap.artifact.durable import COMMITTED
 from coldsnap.artifact.held import KEPT_FOR
+from coldsnap.artifact.store import Store
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.endpoint import await_ready, log_tail
@@ -34,6 +35,7 @@ from coldsnap.keeper.stem import wrapped
 from coldsnap.keeper.undo import CONTINUE, KILL, control, remove
 from coldsnap.plan import Plan
 from coldsnap.receipts import Receipt
+from coldsnap.releasing import require_seen
 from coldsnap.sealing import CAPSULE
 from coldsnap.session import Session
 from coldsnap.starting import template_command
@@ -50,6 +52,7 @@ from coldsnap.steps import (
     LaunchTemplate,
     Quiesce,
     RecordAnswer,
+    ReleaseWeights,
     ResumeEngine,
     SettleWorkload,
     StopEngine,
@@ -98,10 +101,20 @@ def admit_host(session: Session, step: AdmitHost) -> Receipt:
 
 
 def admit_output(session: Session, step: AdmitOutput) -> Receipt:
-    """Take the output, so that nobody else can; it is given back unless the artifact is committed."""
+    """Take the output, so that nobody else can; it is given back unless the artifact is committed.
+
+    And a store that could not be written to is refused now, when nothing has been started or brought to rest.
+    """
     _require_outside(step.output, session.plan)
+    for store in _stores(session.plan):
+        store.prepare()
     session.writer = session.stack.enter_context(ArtifactWriter.create(step.output, lanes=session.library))
     return Receipt(step=step.id, effective="free")
+
+
+def _stores(plan: Plan) -> tuple[Store, ...]:
+    """Return the stores that get packs."""
+    return tuple(Store(step.store) for step in plan if isinstance(step, ReleaseWeights))
 
 
 def _require_outside(output: str, plan: Plan) -> None:
@@ -216,6 +229,8 @@ def attach(session: Session, step: AttachEngine) -> Receipt:
             works="capturing an engine that this library launches, or one launched with --enforce-eager",
         )
     session.model = session.engine.identify(inherited_environment())
+    if session.writer is not None and (stores := _stores(session.plan)):
+        require_seen(session, [*(store.directory for store in stores), session.writer.path])
     said = _examined(session)
     return Receipt(step=step.id, effective=f"{session.engine.kind} {session.engine.model}", details=said)
 

@@ -26,6 +26,7 @@ from coldsnap.host.kernel import KernelFiles
 from coldsnap.host.mounts import filesystem_of
 from coldsnap.host.probe import probe_kernel, probe_privileges
 from coldsnap.host.record import canonical, load_record, to_plain
+from coldsnap.keeper.kernel import KEEPER
 from coldsnap.keeper.tree import Process, below, scan
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -113,10 +114,12 @@ def diagnose(
         namespace: ``process.namespace`` of the policy.
 
     Raises:
-        AdmissionError: There is no such process, or it is another user's and may not be looked at.
+        AdmissionError: There is no such process, it is another user's and may not be looked at, or it is the keeper of
+            an engine instead of the engine.
     """
     began, created = time.monotonic(), time.time_ns()
     processes = _tree(pid)
+    _require_no_keeper(processes)
     proc_fd = os.open("/proc", os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
     try:
         root = Subject(processes[0], proc_fd)
@@ -151,6 +154,15 @@ def _tree(pid: int) -> list[Process]:
     return [every[each] for each in tree if every[each].state != "Z"]
 
 
+def _require_no_keeper(tree: list[Process]) -> None:
+    """Refuse a keeper or its guard: they stay when the engine is captured, and nothing is wrong with them."""
+    root = tree[0].pid
+    for keeper in (each for each in tree if each.comm == KEEPER and root in (each.pid, each.ppid)):
+        engines = [each for each in tree if each.ppid == keeper.pid]
+        told = f"name {engines[0].pid} ({engines[0].comm}) instead" if engines else "it has no engine now"
+        raise AdmissionError(f"process {root} keeps an engine, and the engine is what can be looked at: {told}")
+
+
 def _own(root: Subject) -> tuple[str, ...]:
     """Return the directory of an engine's directive: what lies there is made anew at every restore."""
     entries = (entry.partition("=") for entry in root.read("environ").split("\0"))
@@ -173,9 +185,16 @@ def _first_step(root: Process, arguments: list[str], *, launched: bool) -> str:
     if launched:
         return f"{who} was launched by ColdSnap: capture it with Capture(Engine.attach(NAME), output=…)"
     model, port = _served(arguments)
+    if root.pid == 1:
+        stop = (
+            "it is the first process of its machine or container, which ends with it: start the server below another "
+            "first process, and then run"
+        )
+    else:
+        stop = "stop it and run"
     spec = f"VLLM({model!r}, args=(…))" if model else "VLLM(MODEL, args=(…))"
     return (
-        f"{who} was not launched by ColdSnap: stop it and run "
+        f"{who} was not launched by ColdSnap: {stop} "
         f"execute(resolve(policy, Launch({spec}, placement=local(port={port})), probe()))"
     )
 

@@ -38,12 +38,12 @@ def sleep(session: Session, step: SleepEngine) -> Receipt:
     workers, before = ranks.workers(), ranks.memory()
     if _states(before) == {"sleeping"}:
         return _done(session, step.id, "it slept already", before)
+    require_seen(session, [Store(step.store).prepare()])
     session.living.undo(control("resume"))
     session.living.undo(control("hydrate"))
     drained_s = ranks.quiesce(timeout_s=step.quiesce_timeout_s)
     if step.discard:
         ranks.reset_prefix_cache()
-    require_seen(session, [Store(step.store).prepare()])
     requests = {
         rank: release_request(session, step, worker, _private(Path(step.run_dir, "sleep", worker)))
         for rank, worker in workers.items()

@@ -13,7 +13,7 @@ from typing import Any
 from coldsnap.artifact import Artifact
 from coldsnap.artifact.admission import record_path
 from coldsnap.artifact.manifest import HibernateState, NativeManifest, read_document
-from coldsnap.artifact.payloads import PayloadObject
+from coldsnap.artifact.payloads import PayloadObject, WorkerWeights
 from coldsnap.artifact.private import open_private
 from coldsnap.artifact.store import Store
 from coldsnap.errors import AdmissionError, EngineError, FormatError, IntegrityError, PayloadMissingError
@@ -27,6 +27,7 @@ __all__ = [
     "BUDGET_SHARE",
     "admit_packs",
     "hydrate",
+    "mapped_bytes",
     "payloads_of",
     "prefetch_weights",
     "reading_of",
@@ -158,6 +159,25 @@ def hydrate(session: Session, step: HydrateWeights) -> Receipt:
             "prefetched_bytes": sum(one.bytes for one in ahead),
         },
     )
+
+
+def mapped_bytes(opened: Artifact) -> tuple[int, ...]:
+    """Return how much each worker of an artifact maps when it is hydrated, at least, in the order of the ranks.
+
+    What lies in packs and residuals is counted from the descriptor, what was discarded from the workers' notes. The
+    manifests, which would say it to the byte, are as long as the engine has tensors.
+    """
+    packs = opened.descriptor.weights.payloads
+    sizes = {} if packs is None else {payload.worker: payload.bytes for payload in packs.objects}
+    workers = sorted(opened.descriptor.weights.workers, key=lambda one: (len(one.worker), one.worker))
+    return tuple(sizes.get(one.worker, 0) + one.residual.bytes + _discarded_bytes(opened, one) for one in workers)
+
+
+def _discarded_bytes(opened: Artifact, one: WorkerWeights) -> int:
+    file = one.hibernate_state
+    if file is None:
+        return 0
+    return sum(read_document(HibernateState, opened.path / file.path, sha256=file.sha256).discarded.values())
 
 
 def reading_of(step: ReadingStep) -> dict[str, Any]:

@@ -36,7 +36,12 @@ def absolute(value: str | os.PathLike[str]) -> str:
     Raises:
         PolicyError: It is no path.
     """
-    text = os.fspath(value)
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        raise PolicyError([("$", f"expected a path, found {value!r}")], what="operation") from None
+    if not isinstance(text, str):
+        raise PolicyError([("$", f"expected a path of text, found {text!r}")], what="operation")
     if not text or "\0" in text:
         # Of an empty one, as of an unset variable, the working directory would be made.
         raise PolicyError(

@@ -208,6 +208,7 @@ class Session:
                 self.cuda.close()
             done = keeper.abort() if keeper.in_flight else ()
             status = keeper.status() if self.serving else None
+            memory = self._told_of_memory(Ranks(keeper.rank_dir)) if self.plan.operation == "wake" else ""
             if not self.serving:
                 self._await_end(keeper, undone=bool(done))  # until then processes and port are not free
         except (ColdSnapError, OSError) as error:
@@ -226,7 +227,24 @@ class Session:
             todo = "put right what is missing and wake it (Wake), or stop it"
             closed = f"the engine is {status.state}, but its memory is not back, and its door stays closed"
             return f"{closed}; {todo} ({undone})"
+        if memory:  # a wake has brought back what it could, and does not take that away again
+            return f"the engine is {status.state}; {memory} ({undone})"
         return f"the engine is {status.state} as before ({undone})"
+
+    @staticmethod
+    def _told_of_memory(ranks: Ranks) -> str:
+        """Say how memory and door are after a wake that failed."""
+        try:
+            states = {str(reply["state"]) for reply in ranks.memory().values()}
+            is_open = bool(ranks.status()["open"])
+        except (ColdSnapError, OSError) as error:
+            return f"its ranks do not say how its memory is: {error}"
+        if states <= {"awake"}:
+            return "its memory is back" + ("" if is_open else ", but its door stays closed: wake it again (Wake)")
+        return (
+            f"its memory is {' and '.join(sorted(states))}, and its door stays closed; put right what is missing and "
+            "wake it again (Wake)"
+        )
 
     @staticmethod
     def _await_end(keeper: Keeper, *, undone: bool) -> None:

@@ -20,7 +20,7 @@ from coldsnap import accelerating
 from coldsnap.drivers.cuda import CONTEXT_BYTES, CudaHelper
 from coldsnap.drivers.cuda_driver import CudaFailure, restore_arguments
 from coldsnap.drivers.cuda_helper import serve
-from coldsnap.drivers.devices import moves_to, needs_by_ordinal
+from coldsnap.drivers.devices import moves_to, needs_by_ordinal, with_hydration
 from coldsnap.drivers.tree_record import TREE, HeldDevice, TreeRecord, read_tree_record, write_tree_record
 from coldsnap.errors import DriverError, FormatError, StepTimeout
 from coldsnap.host.facts import GpuFacts
@@ -362,10 +362,10 @@ GPU = GpuFacts(index=0, uuid=uuid(0), name="G", compute_capability="9.0", memory
 class TestSteps:
     """The CUDA steps of a plan."""
 
-    def restore(self, helper, *, here, placed, chosen):
+    def restore(self, helper, *, here, placed, chosen, artifact=None):
         thawed = SimpleNamespace(nvidia_pids=(B, A), devices=(HeldDevice(uuid=uuid(0), needs_bytes=3 << 30),))
         gpus = tuple(evolve(GPU, index=index, uuid=uuid(number)) for index, number in enumerate(here))
-        session = Scene(cuda=helper, thawed=thawed, host=SimpleNamespace(gpus=gpus))
+        session = Scene(cuda=helper, thawed=thawed, host=SimpleNamespace(gpus=gpus), artifact=artifact)
         step = RestoreCuda(id="restore-cuda", devices=placed, timeout_s=5, chosen=chosen)
         return accelerating.restore(session, step)
 
@@ -394,6 +394,25 @@ class TestSteps:
             self.restore(start(driver), here=(0, 1), placed=(1,), chosen=True)
 
         assert driver.calls == []
+
+    def test_what_workers_will_map_later_must_be_free_too(self, start):
+        driver = FakeDriver({A: "checkpointed", B: "checkpointed"}, free_bytes=(1 << 30, 4 << 30))
+        worker = SimpleNamespace(worker="worker-0", residual=SimpleNamespace(bytes=1 << 30), hibernate_state=None)
+        packs = SimpleNamespace(objects=(SimpleNamespace(worker="worker-0", bytes=1 << 30),))
+        weights = SimpleNamespace(payloads=packs, workers=(worker,))
+        artifact = SimpleNamespace(descriptor=SimpleNamespace(weights=weights))
+
+        with pytest.raises(DriverError, match=f"device 1 has {4 << 30} bytes free, .* need {5 << 30}"):
+            self.restore(start(driver), here=(0, 1), placed=(1,), chosen=True, artifact=artifact)
+
+        assert driver.calls == []
+
+    def test_each_worker_maps_on_its_own_device(self):
+        devices = tuple(HeldDevice(uuid=uuid(number), needs_bytes=number) for number in (1, 2))
+
+        assert [each.needs_bytes for each in with_hydration(devices, (10, 20))] == [11, 22]
+        assert [each.needs_bytes for each in with_hydration(devices[:1], (10, 20))] == [31]
+        assert with_hydration(devices, ()) == devices == with_hydration(devices, (1, 2, 3))
 
 
 class TestUnderAKeeper:

@@ -292,6 +292,18 @@ def test_the_first_line_says_how_to_launch_a_server_of_vllm(process, tmp_path):
     assert diagnosis.blocked
 
 
+def test_nobody_is_told_to_stop_the_first_process_of_a_container():
+    code = "import coldsnap as cs; print(cs.diagnose(1))"
+    path = os.pathsep.join(path for path in sys.path if path)
+    alone = ["unshare", "--fork", "--pid", "--mount-proc", sys.executable, "-c", code]
+
+    answer = subprocess.run(alone, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60)
+
+    first = answer.stdout.partition("\n")[0]
+    assert "is the first process of its machine or container, which ends with it: start the server below" in first
+    assert "stop it" not in first
+
+
 def test_a_missing_process_is_refused():
     with pytest.raises(cs.AdmissionError, match="there is no process 4194999"):
         cs.diagnose(4194999)

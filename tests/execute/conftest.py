@@ -11,12 +11,12 @@ import coldsnap as cs
 
 @pytest.fixture
 def lab(tmp_path, criu, engine_python, facts):
-    before = mounts()
+    before = mounts(tmp_path)
     lab = Lab(tmp_path, criu, engine_python, facts)
     yield lab
     lab.close()
     until(lambda: not tagged(lab.tag), "the end of every process of the test")
-    assert mounts() == before
+    assert mounts(tmp_path) == before
     shutil.rmtree(tmp_path, ignore_errors=True)  # images are large
 
 

@@ -68,6 +68,12 @@ def test_a_path_that_is_empty_or_has_a_nul_is_refused(lab, path):
         cs.local(port=1, run_dir=path)
 
 
+@pytest.mark.parametrize("path", [3, b"bytes"])
+def test_what_is_no_path_is_refused(lab, path):
+    with pytest.raises(PolicyError, match="expected a path"):
+        cs.Capture(lab.engine(), output="a", store=path, placement=cs.local(port=1))
+
+
 def test_of_two_captures_of_one_engine_the_second_is_refused_and_undoes_nothing(lab):
     engine = lab.launch()
     other = cs.Engine.attach(engine.run_dir)

@@ -114,7 +114,7 @@ def leavings(lab):
     """Return everything that a restore may leave: of this process, of the machine, of the run root."""
     return {
         "processes": sorted(tagged(lab.tag)),
-        "mounts": mounts().splitlines(),
+        "mounts": mounts(lab.directory),
         "shared memory": sorted(os.listdir("/dev/shm")),
         "temporary files": sorted(name for name in os.listdir("/tmp") if "coldsnap" in name),
         "run directories": sorted(str(path) for path in lab.run_dirs if path.exists()),

@@ -1,5 +1,6 @@
 """The doctor at work: a capture of a running engine asks it before anything is brought to rest."""
 
+import json
 import os
 import subprocess
 import sys
@@ -73,4 +74,16 @@ def test_the_doctor_finds_nothing_in_an_engine_that_this_library_launched(lab):
     assert diagnosis.launched
     assert all(found.severity == "note" and not found.pid for found in diagnosis.findings)  # of the machine, perhaps
     assert "was launched by ColdSnap: capture it with Capture(Engine.attach(NAME)" in diagnosis.first_step
+    assert ask(engine)
+
+
+def test_the_doctor_of_a_keeper_names_its_engine(lab):
+    engine = lab.launch()
+    told = json.loads((engine.run_dir / "keeper.json").read_text())
+    for keeper in (told["keeper"]["pid"], told["guard"]["pid"]):
+        with pytest.raises(AdmissionError, match=f"process {keeper} keeps an engine, .* name [0-9]+ ") as refused:
+            cs.diagnose(keeper, criu=lab.criu)
+
+        named = int(str(refused.value).split("name ")[1].split()[0])
+        assert cs.diagnose(named, criu=lab.criu).launched
     assert ask(engine)

@@ -29,6 +29,7 @@ from coldsnap.errors import (
     StepError,
     UnsupportedError,
 )
+from coldsnap.hydrating import mapped_bytes
 from coldsnap.plan import Plan
 from coldsnap.testing.checkpoint import write_checkpoint
 from coldsnap.testing.faults import FaultPlan
@@ -131,6 +132,16 @@ def test_a_restored_engine_answers_as_before_from_a_pack_that_is_not_in_its_imag
     assert report.receipt("prefetch").details["planned_bytes"] >= SIZE_BYTES
     assert {"criu", "hydrate", "kv", "request"} <= set(report.split)
     assert report.plan.decision("weights.mode").effective == "native"
+
+
+def test_what_a_restore_needs_of_a_device_counts_what_is_hydrated_later(lab, kept, packed):
+    sizes = lab.run(cs.Status(kept.engine)).receipt("status").details
+    (pack,) = packed.descriptor.weights.payloads.objects
+
+    (counted,) = mapped_bytes(packed)
+
+    assert pack.bytes + sizes["kv_cache_bytes"] <= counted
+    assert counted <= sizes["weights_bytes"] + sizes["kv_cache_bytes"] + (1 << 20)  # pieces begin on pages in files
 
 
 def test_a_clone_beside_the_original_has_memory_of_its_own(lab, kept, packed):
@@ -415,7 +426,18 @@ def test_a_sleep_that_fails_leaves_the_engine_serving(lab, other):
     with pytest.raises(ColdSnapError) as failed:
         lab.run(cs.Sleep(other.engine, store=lab.directory / "store"))
 
-    assert "running as before" in failed.value.report.workload
+    assert failed.value.report.workload == "the engine is running as before (nothing had to be undone)"
+    assert ask(other.engine) == other.answer
+
+
+def test_a_store_that_cannot_be_made_is_refused_before_an_engine_is_brought_to_rest_or_started(lab, other):
+    (lab.directory / "store").write_text("in the way")
+    for what in (other.engine, lab.engine(weights="nothing is looked at")):
+        with pytest.raises(ArtifactError, match="of the store .* cannot be created") as failed:
+            lab.capture(what, store=lab.directory / "store", then="keep")
+
+        done = [receipt.step for receipt in failed.value.report.receipts]
+        assert not {"attach", "launch", "quiesce"} & {*done}
     assert ask(other.engine) == other.answer
 
 
@@ -423,8 +445,10 @@ def test_an_engine_whose_memory_cannot_come_back_answers_nobody_until_it_is_awak
     lab.run(cs.Sleep(other.engine))
     (pack,) = other.engine.run_dir.rglob("*.pack")
     flip(pack, keep_mtime=True)
-    with pytest.raises(EngineError, match="wrong bytes"):
+    with pytest.raises(EngineError, match="wrong bytes") as failed:
         lab.run(cs.Wake(other.engine))
+    assert "its memory is failed, and its door stays closed; put right what is missing" in failed.value.report.workload
+    assert "as before" not in failed.value.report.workload
 
     with pytest.raises(EngineError, match="hydrate it first") as failed:
         lab.run(cs.Sleep(other.engine))
@@ -433,6 +457,20 @@ def test_an_engine_whose_memory_cannot_come_back_answers_nobody_until_it_is_awak
     with pytest.raises(TimeoutError):
         ask(other.engine, timeout_s=0.5)
     flip(pack, keep_mtime=True)
+    lab.run(cs.Wake(other.engine))
+    assert ask(other.engine) == other.answer
+
+
+def test_a_pack_that_is_missing_when_an_engine_wakes_is_named(lab, other):
+    lab.run(cs.Sleep(other.engine))
+    (pack,) = other.engine.run_dir.rglob("*.pack")
+    pack.rename(lab.directory / "elsewhere")
+
+    with pytest.raises(PayloadMissingError, match=f"the pack {pack} of worker-0 is not there; bring it back") as failed:
+        lab.run(cs.Wake(other.engine))
+
+    assert failed.value.digest == f"sha256:{pack.stem}"
+    (lab.directory / "elsewhere").rename(pack)
     lab.run(cs.Wake(other.engine))
     assert ask(other.engine) == other.answer
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from attrs import evolve
+
 from coldsnap.drivers.cuda_driver import Moves
 from coldsnap.drivers.tree_record import HeldDevice
 from coldsnap.errors import DriverError
 
-__all__ = ["moves_to", "needs_by_ordinal"]
+__all__ = ["moves_to", "needs_by_ordinal", "with_hydration"]
 
 
 def moves_to(
@@ -39,6 +41,22 @@ def moves_to(
         )
     # The driver wants every device of the checkpoint in the list, or no list (cuCheckpointProcessRestore).
     return () if old == list(placed[: len(old)]) else tuple(zip(old, placed, strict=False))
+
+
+def with_hydration(captured: Sequence[HeldDevice], mapped_bytes: Sequence[int]) -> tuple[HeldDevice, ...]:
+    """Return the devices of a capture with what their workers will map after the CUDA restore.
+
+    Args:
+        captured: The devices of the capture, in their order.
+        mapped_bytes: Of each worker, in the order of their ranks, which is that of their devices. Where several share
+            several devices nobody can say what goes where, and nothing is counted.
+    """
+    sizes = [sum(mapped_bytes)] if len(captured) == 1 else mapped_bytes
+    if len(captured) != len(sizes):
+        return tuple(captured)
+    return tuple(
+        evolve(device, needs_bytes=device.needs_bytes + size) for device, size in zip(captured, sizes, strict=True)
+    )
 
 
 def needs_by_ordinal(captured: Sequence[HeldDevice], moves: Moves, devices: Sequence[str]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from coldsnap.engines.freshness import freshen
 from coldsnap.engines.tidying import tidy
-from coldsnap.errors import ColdSnapError, ContractError
+from coldsnap.errors import ColdSnapError, ContractError, PayloadMissingError
 from coldsnap.keeper.directive import PLUGIN_ABI, Directive, read_directive
 
 __all__ = ["MESSAGE_BYTES", "Busy", "Operation", "Rank", "reseed"]
@@ -196,6 +196,8 @@ class Rank:
             return {"ok": True, **operation(request)}
         except Busy as error:
             return _refusal("state", str(error))
+        except PayloadMissingError as error:
+            return {**_refusal("missing", str(error)), "digest": error.digest}
         except ColdSnapError as error:
             return _refusal("format", str(error))
         except OSError as error:

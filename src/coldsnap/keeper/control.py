@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from coldsnap.errors import EngineError, StepTimeout
+from coldsnap.errors import EngineError, PayloadMissingError, StepTimeout
 from coldsnap.keeper import layout
 
 REPLY_BYTES = 64 << 10
@@ -150,6 +150,7 @@ def request_control(
 
     Raises:
         StepTimeout: Some did not answer; named.
+        PayloadMissingError: One found that a pack is not there.
         EngineError: Some refused, or no longer listen; with their sentences.
     """
     control_fd = os.open(os.path.join(rank_dir, layout.CONTROL), layout.DIRECTORY)
@@ -182,6 +183,7 @@ def request_each(
 
     Raises:
         StepTimeout: Some did not answer; named.
+        PayloadMissingError: One found that a pack is not there.
         EngineError: Some refused, or no longer listen; with their sentences.
     """
     requests = {name: {"op": op, "timeout_s": timeout_s, **own} for name, own in arguments.items()}
@@ -204,6 +206,9 @@ def _insist(
         raise StepTimeout(
             f"{op} was not answered within {timeout_s:g} s by every rank: {'; '.join(bad)}", seconds=timeout_s
         )
+    for answer in answers.values():
+        if isinstance(answer, dict) and answer.get("kind") == "missing":
+            raise PayloadMissingError(f"{op} was not done by every rank: {'; '.join(bad)}", digest=answer["digest"])
     if bad:
         log = layout.tail(os.path.join(rank_dir, layout.ENGINE_LOG), 20)
         raise EngineError(f"{op} was not done by every rank: {'; '.join(bad)}", log_tail=log)

@@ -83,7 +83,7 @@ def _watch_guard(link: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     kernel.die_with_parent(signal.SIGUSR1)
-    kernel.set_name("coldsnap-keeper")
+    kernel.set_name(kernel.KEEPER)
 
 
 def _enter(birth: Birth) -> None:

@@ -229,7 +229,7 @@ def test_a_read_back_that_copies_nothing_is_not_taken_for_zeros(tmp_path):
 
 
 def test_a_release_that_would_eat_the_reserve_writes_nothing(worker, tmp_path):
-    with pytest.raises(AdmissionError, match="must stay free; nothing was written"):
+    with pytest.raises(AdmissionError, match="must stay free; nothing was written: make room there, or name"):
         released(worker, tmp_path, reserve_bytes=1 << 60)
 
     assert files(tmp_path) == []

@@ -26,7 +26,7 @@ from coldsnap.artifact.extents import Allocation, Coverage
 from coldsnap.artifact.manifest import Blob, NativeManifest, RecoveryManifest, read_document
 from coldsnap.artifact.private import open_private
 from coldsnap.engines.weights.generation import NATIVE_MANIFEST, RESIDUAL
-from coldsnap.errors import AdmissionError, IntegrityError
+from coldsnap.errors import AdmissionError, IntegrityError, PayloadMissingError
 from coldsnap.transfer.backend import BackendName, FileExtent, HydrationReceipt, Tuning
 from coldsnap.transfer.hydrate import hydrate
 from coldsnap.transfer.memory import PreservedMemory, Region
@@ -265,6 +265,7 @@ def admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify | Lit
 
     Raises:
         IntegrityError: It is not given, or another one.
+        PayloadMissingError: It is not there.
         FormatError: It is not private.
     """
     if not manifest.model_extents:
@@ -275,6 +276,10 @@ def admit_pack(manifest: NativeManifest, pack: Path | None, verify: Verify | Lit
     if pack.name != f"{expected.sha256.removeprefix('sha256:')}.pack":
         what = "another pack than the manifest's (rule store.3)"
         raise IntegrityError(what, path=str(pack), expected=expected.sha256, actual=pack.name)
+    if not os.path.lexists(pack):
+        raise PayloadMissingError(
+            f"the pack {pack} of {manifest.worker} is not there; bring it back, and try again", digest=expected.sha256
+        )
     if verify == "none":
         require_size(pack, expected, "validation.2")
         return

@@ -36,7 +36,7 @@ def require_room(wanted: Iterable[tuple[Path, int]], *, reserve_bytes: int, what
         if free - size < reserve_bytes:
             raise AdmissionError(
                 f"the filesystem of {place} has {free:,} bytes free; {what} needs {size:,} and {reserve_bytes:,} must "
-                "stay free; nothing was written: make room, name another filesystem or lower reserve_bytes"
+                "stay free; nothing was written: make room there, or name a store and an output on another filesystem"
             )
 
 
