@@ -34,6 +34,7 @@ from typing import Any
 import httpx
 
 import coldsnap as cs
+from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import Engine as Spec
 from coldsnap.engines.control import Ranks
 from coldsnap.host.mounts import filesystem_of
@@ -48,6 +49,7 @@ PROMPTS = (
 STEADY_TOKENS = 1024
 RATES = 3
 DIGEST_TIMEOUT_S = 600.0
+ANSWER_TIMEOUT_S = 300.0
 
 Baseline = Callable[[str], float]
 """Takes the URL of a serving engine, lets it sleep and wake its own way, and returns the seconds of the waking."""
@@ -55,23 +57,6 @@ Baseline = Callable[[str], float]
 
 class NotRun(Exception):
     """A part cannot run here; the message is its reason."""
-
-
-def ask(url: str, model: str, prompt: str, tokens: int) -> tuple[list[int], float, float]:
-    """Ask greedily; return the token ids, the seconds to the first of them, and to the last."""
-    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"return_token_ids": True, "stream": True}
-    # A connection that is kept alive would be open to the outside when the engine is dumped.
-    headers = {"Connection": "close"}
-    begin, first_s, ids = time.monotonic(), 0.0, list[int]()
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300, headers=headers) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    ids += choice.get("token_ids") or []
-                    first_s = first_s or (time.monotonic() - begin if ids else 0.0)
-    return ids, first_s, time.monotonic() - begin
 
 
 def steady_rate(url: str, model: str, tokens: int) -> float:
@@ -115,7 +100,7 @@ class Qualification:
     def __init__(self, spec: Spec, policy: cs.Policy, work: Path, options: argparse.Namespace) -> None:
         self.spec, self.policy, self.work, self.options = spec, policy, work, options
         self.deadline = time.monotonic() + 60 * options.minutes
-        self.answers: list[list[int]] = []
+        self.answers: list[Answer] = []
         self.compared, self.different = 0, 0
         self.digests: Mapping[str, Mapping[str, str]] = {}
         self.result: dict[str, Any] = {
@@ -178,7 +163,7 @@ class Qualification:
     def capture(self) -> None:
         """Start the engine for the first time, ask, capture it, and let it end."""
         with self.launched(self.spec, "cold start, no compile cache", "page cache as it was found") as engine:
-            self.answers = [ids for ids, _, _ in self.asked(engine)]
+            self.answers = self.asked(engine)
             self.requests(engine, "before the capture")
             self.digests = Ranks(engine.keeper.rank_dir).digests(timeout_s=DIGEST_TIMEOUT_S)
             self.result["digests"]["tensors"] = sum(len(found) for found in self.digests.values())
@@ -203,7 +188,7 @@ class Qualification:
                 if not cold:
                     self.result["split"].append({span.name: span.seconds for span in report.timeline.spans})
                     self.result["restored"] = receipts_of(report)
-                self.compare([ids for ids, _, _ in self.asked(engine)])
+                self.compare(self.asked(engine))
                 self.compare_digests(engine, f"{name} {number + 1}")
                 self.requests(engine, f"{name} {number + 1}")
             self.save()
@@ -223,7 +208,7 @@ class Qualification:
             for report in reports:
                 self.row(name, report.answer_s or 0.0)
             for answers in list(pool.map(self.asked, engines)):
-                self.compare([ids for ids, _, _ in answers])
+                self.compare(answers)
             for number, engine in enumerate(engines, 1):
                 self.compare_digests(engine, f"{name} {number}")
 
@@ -253,7 +238,7 @@ class Qualification:
         """Start the engine again, with everything cached, and let it sleep and wake its own way."""
         for number in range(self.options.cold_starts):
             with self.launched(spec, "cold start, caches warm", "compile cache and page cache warm") as engine:
-                self.compare([ids for ids, _, _ in self.asked(engine)])
+                self.compare(self.asked(engine))
                 if number == 0:
                     self.part_of_start(engine, baseline)
                 if number == self.options.cold_starts - 1 and spec.args != self.spec.args:
@@ -278,9 +263,9 @@ class Qualification:
             return
         for _ in range(self.options.restores):
             seconds = baseline(engine.endpoint.url)
-            ids, first_s, _ = ask(engine.endpoint.url, self.spec.served_model, PROMPTS[0], self.options.tokens)
-            self.row(name, seconds + first_s, "waking only: the process never ended")
-            self.compare([ids], PROMPTS[:1])
+            answer = self.ask(engine, PROMPTS[0])
+            self.row(name, seconds + answer.first_token_s, "waking only: the process never ended")
+            self.compare([answer], PROMPTS[:1])
 
     def conclude(self) -> None:
         """Set the figures against each other."""
@@ -313,19 +298,26 @@ class Qualification:
         engine = report.serving
         try:
             elapsed = time.monotonic() - begin
-            _, first_s, _ = ask(engine.endpoint.url, self.spec.served_model, PROMPTS[0], self.options.tokens)
-            self.row(name, elapsed + first_s, note)
+            self.row(name, elapsed + self.ask(engine, PROMPTS[0]).first_token_s, note)
             yield engine
         finally:
             if engine.status().state == "running":
                 engine.stop()
 
-    def asked(self, engine: cs.Engine) -> list[tuple[list[int], float, float]]:
-        """Ask every prompt."""
-        url, model, tokens = engine.endpoint.url, self.spec.served_model, self.options.tokens
-        return [ask(url, model, prompt, tokens) for prompt in PROMPTS]
+    def ask(self, engine: cs.Engine, prompt: str, tokens: int | None = None) -> Answer:
+        """Ask greedily, as an acceptance does."""
+        question = Question(prompt=prompt, max_tokens=tokens or self.options.tokens)
+        return self.spec.ask(engine.endpoint, question, timeout_s=ANSWER_TIMEOUT_S)
 
-    def compare(self, answers: list[list[int]], prompts: Sequence[str] = PROMPTS) -> None:
+    def asked(self, engine: cs.Engine) -> list[Answer]:
+        """Ask every prompt, each on an emptied prefix cache: a cached one takes another path through the kernels."""
+        answers = []
+        for prompt in PROMPTS:
+            Ranks(engine.keeper.rank_dir).reset_prefix_cache()
+            answers.append(self.ask(engine, prompt))
+        return answers
+
+    def compare(self, answers: Sequence[Answer], prompts: Sequence[str] = PROMPTS) -> None:
         """Hold answers against those before the capture."""
         if not self.answers:
             raise NotRun("nothing was captured, so that there is nothing to compare with")
@@ -333,7 +325,8 @@ class Qualification:
             self.compared += 1
             if found != expected:
                 self.different += 1
-                print(f"  DIFFERENT after {prompt!r}: {found} instead of {expected}", file=sys.stderr, flush=True)
+                told = f"{list(found.token_ids)} instead of {list(expected.token_ids)}"
+                print(f"  DIFFERENT after {prompt!r}: {told}", file=sys.stderr, flush=True)
 
     def compare_digests(self, engine: cs.Engine, when: str) -> None:
         """Hold every parameter and buffer of every rank against what it was before the capture."""
@@ -349,7 +342,7 @@ class Qualification:
     def requests(self, engine: cs.Engine, when: str) -> None:
         """Measure the first and the tenth request from now, and steady tokens/s."""
         url, model = engine.endpoint.url, self.spec.served_model
-        seconds = [ask(url, model, f"{PROMPTS[1]} {number}", 16)[2] for number in range(10)]
+        seconds = [self.ask(engine, f"{PROMPTS[1]} {number}", 16).seconds for number in range(10)]
         rate = statistics.median(steady_rate(url, model, self.options.steady_tokens) for _ in range(RATES))
         self.result["requests"].append(
             {"when": when, "first_s": seconds[0], "tenth_s": seconds[9], "tokens_per_s": rate}

@@ -262,10 +262,11 @@ def test_a_quiesce_waits_for_what_runs_and_holds_what_comes_later(door):
     assert not done
     door.loop.call_soon_threadsafe(door.tokenizer.go.set)
     quiesce.join(20)
-    assert done == [{"unfinished": 0, "held": 1, "open": False, "quiesced": True}]
+    assert done == [{"unfinished": 0, "held": 1, "open": False, "quiesced": True, "ready": False}]
     assert running.result(20) == [1, 2]
     assert door.tokenizer.server_status is Status.Starting
-    assert door.ops["resume"]({}) | {"held": 0} == {"unfinished": 0, "held": 0, "open": True, "quiesced": False}
+    resumed = {"unfinished": 0, "held": 0, "open": True, "quiesced": False, "ready": True}
+    assert door.ops["resume"]({}) | {"held": 0} == resumed
     assert later.result(20) == [1, 2]
     assert door.tokenizer.server_status is Status.Up
 

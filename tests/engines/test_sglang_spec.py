@@ -91,6 +91,7 @@ def test_the_environment_is_offline_stays_on_this_host_and_loads_the_plugin():
     assert env["SGLANG_PLUGINS"] == "mine,coldsnap"
     assert env["HF_HUB_OFFLINE"] == env["TRANSFORMERS_OFFLINE"] == "1"
     assert env["SGLANG_HOST_IP"] == "127.0.0.1"
+    assert env["COLDSNAP_LIVE_BACKING"] == "discard"
     assert env["PATH"] == "/bin"
     assert "HF_TOKEN" not in env
     assert "SGLANG_USE_CPU_ENGINE" not in launch(gpu=True).env

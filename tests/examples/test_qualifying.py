@@ -7,6 +7,7 @@ import socket
 import pytest
 
 import coldsnap as cs
+from coldsnap.engines.acceptance import Answer
 from coldsnap.testing.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.criu
@@ -93,9 +94,10 @@ def test_a_tensor_that_differs_or_is_missing_is_named(example):
 def test_an_answer_that_differs_is_counted(tmp_path, example, described, criu, free_port):
     module = example("qualifying")
     qualification = module.Qualification(described(), cs.Policy(), tmp_path, options(module, tmp_path, criu, free_port))
-    qualification.answers = [[1, 2], [3, 4]]
+    first, second, other = (Answer(token_ids=ids, text="") for ids in ((1, 2), (3, 4), (3, 5)))
+    qualification.answers = [first, second]
 
-    qualification.compare([[1, 2], [3, 5]])
+    qualification.compare([first, other])
     qualification.save()
 
     assert qualification.result["exact"] == {"answers": 2, "different": 1}

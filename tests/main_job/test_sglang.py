@@ -102,7 +102,7 @@ def test_one_rank_comes_back_with_its_weights_in_the_image_and_out_of_a_pack(
         assert image.workload == "the engine serves on"
         assert said(original) == expected
         native = run(cs.Capture(original, output=tmp_path / "native"))
-    assert native.workload == "stopped"
+    assert native.workload == "the engine was stopped after the commit"
 
     within, outside = (cs.Artifact.open(tmp_path / name) for name in ("image", "native"))
     assert (within.descriptor.weights.kind, outside.descriptor.weights.kind) == ("image", "packs")

@@ -196,6 +196,7 @@ ENVIRONMENT = Limits(_ENVIRONMENT)
 ENVIRONMENT_OWNED: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 ENVIRONMENT_DEFAULTS: Mapping[str, str] = {
+    "COLDSNAP_LIVE_BACKING": "discard",  # a user's own release does what SGLang's does
     "DO_NOT_TRACK": "1",
     "SGLANG_HOST_IP": "127.0.0.1",  # all ranks are on one host, and its address may be another one at restore
 }

@@ -109,6 +109,7 @@ class FrontEnd:
             "held": self._held,
             "open": self._open.is_set(),
             "quiesced": not self._open.is_set() and bool(self.tokenizer.is_pause),
+            "ready": self.tokenizer.server_status.name == "Up",  # for releases without /ready
         }
 
     def _unfinished(self) -> int:
