@@ -102,7 +102,7 @@ class Rank:
         self.resident = Resident(meet=self.meet, settle=self.settle)
         self.boundary = Boundary(
             self.resident,
-            Live(self.resident, environ or {"COLDSNAP_LIVE_BACKING": "discard"}),
+            Live(self.resident, dict, environ or {"COLDSNAP_LIVE_BACKING": "discard"}),
             exchange=lambda _: group.exchange(rank),
             before=lambda: self.steps.append("before"),
             leave=lambda: self.steps.append("leave"),

@@ -1,5 +1,6 @@
 """Memory changes hands at SGLang's boundary: in all ranks or in none, once, and back as it was."""
 
+import re
 import sys
 import threading
 import types
@@ -9,7 +10,7 @@ import pytest
 
 from coldsnap.engines.rank import Busy
 from coldsnap.engines.sglang.updating import Updates
-from coldsnap.errors import EngineError
+from coldsnap.errors import AdmissionError, EngineError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sglang_boundary import Gone, Group, Rank, Request  # noqa: E402
@@ -226,6 +227,20 @@ def test_a_release_to_disk_needs_a_directory(tmp_path):
     rank = live(tmp_path, "disk")
     assert "COLDSNAP_RUNTIME_DIR" in rank.ask("release")
     assert rank.manager.calls == []
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"COLDSNAP_LIVE_BACKING": "tape"}, "COLDSNAP_LIVE_BACKING is 'tape'"),
+        ({"COLDSNAP_MODE": "on"}, "COLDSNAP_MODE is 'on'"),
+        ({"COLDSNAP_MODE": "capture"}, "COLDSNAP_ARTIFACT_DIR is ''"),
+        ({"COLDSNAP_MODE": "capture", "COLDSNAP_ARTIFACT_DIR": "/a"}, "COLDSNAP_PROCESS_ARTIFACT_ROOT is ''"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_at_the_start(tmp_path, more, told):
+    with pytest.raises(AdmissionError, match=re.escape(told)):
+        Rank(tmp_path, environ=more)
 
 
 def test_a_kv_cache_alone_is_sglangs_own_business(tmp_path):

@@ -1,6 +1,8 @@
 """Graphs and communicators, with stand-ins that write down what is done to them: this runs on no GPU."""
 
+import subprocess
 import types
+from pathlib import Path
 
 import pytest
 
@@ -207,3 +209,11 @@ def test_sglang_alone_moves_the_backing(saver):
     for move in (saver.memory.release, saver.memory.remap):
         with pytest.raises(NativeError, match="SGLang alone"):
             move(regions)
+
+
+def test_storages_are_described_by_what_refers_to_them_and_derived_buffers_are_not(engine_python, tmp_path):
+    script = Path(__file__).parent / "sglang_semantic.py"
+    done = subprocess.run(
+        [engine_python, str(script), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "described\n", done.stderr

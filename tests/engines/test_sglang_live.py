@@ -75,6 +75,17 @@ def test_the_load_is_seen_to_the_byte(server):
     assert reply["loader"] == "DefaultModelLoader"
 
 
+def test_a_worker_says_what_it_is(server):
+    reply = server.control("identity", "worker")
+    identity = reply["identity"]
+    assert identity["engine"] == "sglang"
+    assert identity["architectures"] == ["Qwen3ForCausalLM"]
+    assert identity["parallel"] == {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "global_rank": 0, "worker_id": "worker-0"}
+    assert identity["device"]["name"] == "cpu"
+    assert identity["engine_contract_sha256"].startswith("sha256:")
+    assert server.control("identity", "worker") == reply
+
+
 def test_released_memory_is_gone_and_hydrated_memory_is_the_same(asleep, before):
     server, resident, replies = asleep
     (reply,) = replies.values()

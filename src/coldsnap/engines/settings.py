@@ -132,7 +132,9 @@ def _preverified(mode: str) -> str:
 # The names made by the next three functions that this version acts on; those of native I/O all are.
 _ACTED_ON = {"DISK_SLEEP_DIR", "KV_CAPACITY_GUARD", "MODEL_ID", "MODEL_METADATA_SHA256", "MODEL_REVISION"}
 _ACTED_ON |= {"RECOVERY_WEIGHT_SOURCE", "RESTORE_TRANSPORT_ENVIRONMENT_PATH", "VLLM_OVERRIDE_CUMEM"}
-_ACTED_ON |= {"LIVE_BACKING", "RUNTIME_DIR", "SGLANG_RECOVERY_LOAD_FORMAT"}  # SGLang's
+# SGLang's.
+_ACTED_ON |= {"ARTIFACT_DIR", "LIVE_BACKING", "MODE", "PROCESS_ARTIFACT_ROOT", "RUNTIME_DIR"}
+_ACTED_ON |= {"SGLANG_RECOVERY_LOAD_FORMAT", "SGLANG_STARTUP_PROVIDER"}
 
 
 def _recovery(suffix: str, leaf: str, default: str, meaning: str, projection: Projection = _text) -> Setting:

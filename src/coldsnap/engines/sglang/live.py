@@ -7,7 +7,8 @@ SGLang's own behaviour: whoever asks for it loads the weights again.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from coldsnap.engines.settings import setting
@@ -21,17 +22,36 @@ _TRANSFER = {"chunk_bytes": CHUNK_BYTES, "queue_depth": QUEUE_DEPTH}
 
 
 class Live:
-    """The backing of released weights, of the way that ``COLDSNAP_LIVE_BACKING`` names.
+    """The backing of released weights, of the way that ``COLDSNAP_LIVE_BACKING`` names; a capture has files instead.
 
     Args:
         resident: Whose memory.
+        identify: Describes the worker.
         environ: Defaults to the process's own environment.
+
+    Raises:
+        AdmissionError: The settings contradict each other.
     """
 
-    def __init__(self, resident: Resident, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        resident: Resident,
+        identify: Callable[[], Mapping[str, Any]],
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self._resident = resident
+        self._identify = identify
         self._environ = environ
         self._copies: dict[int, bytearray] = {}
+        self._check()
+
+    def _check(self) -> None:
+        for name, known in (("MODE", ("off", "capture")), ("LIVE_BACKING", ("discard", "disk", "cpu"))):
+            if (found := self._setting(name)) not in known:
+                raise AdmissionError(f"COLDSNAP_{name} is {found!r}, expected one of {', '.join(known)}")
+        if self._setting("MODE") == "capture":
+            self._root("ARTIFACT_DIR")
+            self._root("PROCESS_ARTIFACT_ROOT")
 
     def release(self, tags: Sequence[str]) -> None:
         """Keep the weights, where they are to be kept, before SGLang takes them away.
@@ -43,8 +63,11 @@ class Live:
             AdmissionError: No directory was named for them, or it has no room.
         """
         backing = self._setting("LIVE_BACKING")
-        if backing == "disk":
-            self._memory().release(self._release_request(tags))
+        if self._setting("MODE") == "capture":
+            self._capture(tags)
+        elif backing == "disk":
+            root = self._root("RUNTIME_DIR") / "live"
+            self._memory().release(self._release_request(tags, root / self._resident.name, root / "store"))
         elif backing == "cpu":
             self._copy()
 
@@ -80,18 +103,35 @@ class Live:
         memory.synchronize()
         self._copies = {}
 
-    def _release_request(self, tags: Sequence[str]) -> Mapping[str, Any]:
-        root = self._setting("RUNTIME_DIR")
+    def _capture(self, tags: Sequence[str]) -> None:
+        from coldsnap.engines.sglang import semantic  # noqa: PLC0415  for captures alone
+
+        root, name = self._root("PROCESS_ARTIFACT_ROOT"), self._resident.name
+        storages = semantic.describe(self._resident.models)
+        asked = self._release_request(tags, root / "hydration" / name / "generation", root / "store")
+        generation = self._memory().release(asked)
+        semantic.write(
+            storages,
+            identity=self._identify(),
+            generation=generation,
+            artifact_dir=self._root("ARTIFACT_DIR"),
+            process_root=root,
+        )
+
+    def _root(self, name: str) -> Path:
+        root = self._setting(name)
         if not os.path.isabs(root):
             raise AdmissionError(
-                f"a release writes weights to files, and COLDSNAP_RUNTIME_DIR is {root!r}: launch with the absolute "
-                "path of a directory on a disk, or with COLDSNAP_LIVE_BACKING cpu or discard"
+                f"a release writes weights to files, and COLDSNAP_{name} is {root!r}: launch with the absolute path of "
+                "a directory on a disk, or with COLDSNAP_LIVE_BACKING cpu or discard"
             )
-        name = self._resident.name
+        return Path(root)
+
+    def _release_request(self, tags: Sequence[str], directory: Path, store: Path) -> Mapping[str, Any]:
         return {
-            "worker": name,
-            "directory": os.path.join(root, "live", name),
-            "store": os.path.join(root, "live", "store"),
+            "worker": self._resident.name,
+            "directory": str(directory),
+            "store": str(store),
             "capture_id": f"sleep-{os.getpid()}",
             "discard": [KV_CACHE] if KV_CACHE in tags else [],
             "export_model_payload": self._setting("EXPORT_MODEL_PAYLOAD") == "1",

@@ -18,6 +18,7 @@ from coldsnap.engines.settings import setting
 from coldsnap.engines.sglang.hooking import Hook
 from coldsnap.engines.sglang.loading import loads
 from coldsnap.engines.vllm.ordered import LOAD_FORMAT, ordered
+from coldsnap.errors import ContractError
 
 __all__ = ["LOAD_FORMAT", "announce", "hooks"]
 
@@ -61,6 +62,7 @@ def loader_class() -> Any:
         def load_model(self, *, model_config: Any, device_config: Any) -> Any:
             """Make a model, fill it as the directive says, and have it post-processed."""
             self._order = ordered.order()
+            _require_provider(self._order.provider)
             if self._order.provider != "native":
                 checkpoint = ordered.checkpoint(self._order)
                 self.load_config.load_format = type_of(checkpoint.load_format)
@@ -90,6 +92,15 @@ def loader_class() -> Any:
                 del model.load_weights
 
     return ColdSnapLoader
+
+
+def _require_provider(ordered_provider: str) -> None:
+    told = setting("COLDSNAP_SGLANG_STARTUP_PROVIDER")
+    if told not in ("", ordered_provider):
+        raise ContractError(
+            f"COLDSNAP_SGLANG_STARTUP_PROVIDER is {told!r} and the directive's provider {ordered_provider!r}: this "
+            "server was launched for another start"
+        )
 
 
 def type_of(name: str) -> Any:

@@ -131,10 +131,10 @@ def hook_worker(directive_path: str) -> Mapping[str, Operation]:
         request_control(directory, "meet", roles=["api"], timeout_s=_TRANSITION_S, kind=kind, worker=worker)
 
     resident = Resident(meet=meet, settle=loads.settle)
-    device = UnderScheduler()
+    device = UnderScheduler(resident)
     boundary = Boundary(
         resident,
-        Live(resident),
+        Live(resident, device.identity),
         exchange=lambda manager: over_group(manager.tp_cpu_group),
         before=device.discard_graphs,
         leave=device.end_communicators,
@@ -146,17 +146,22 @@ def hook_worker(directive_path: str) -> Mapping[str, Operation]:
     observing = loads.hooks() if is_asked_for() or ordered.exports() else ()
     _hooking().register((*arrivals.hooks(), *Updates(resident).hooks(), *observing, *load_format.hooks()))
     about_models = {**loads.operations(), **ordered.operations(), "digests": arrivals.digests}
+    about_models["identity"] = device.identify
     return {**resident.operations(), **about_models}
 
 
 class UnderScheduler:
-    """Graphs and communicators of a scheduler; on a processor there are none.
+    """What a scheduler is, and its graphs and communicators; on a processor there are none of these.
+
+    Args:
+        resident: Knows the worker's name.
 
     Attributes:
         runners: SGLang's model runners, by the role of their model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resident: Any) -> None:
+        self._resident = resident
         self.runners: dict[str, Any] = {}
 
     @functools.cached_property
@@ -168,6 +173,21 @@ class UnderScheduler:
             return None
         graphs = Graphs(runners=lambda: self.runners, workers=dist.get_world_size, device=device)
         return graphs, Communicators(groups=device.groups, transport=device)
+
+    def identity(self) -> Mapping[str, Any]:
+        """Describe the scheduler."""
+        from coldsnap.engines.sglang.identity import identity_of  # noqa: PLC0415  torch is there once a model is
+
+        return identity_of(self.runners["target"], worker=self._resident.name, rank=self._resident.rank)
+
+    def identify(self, _request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Answer with what the scheduler is, and the digest of that."""
+        if "target" not in self.runners:
+            return {"skipped": True}
+        from coldsnap.engines.sglang.identity import digest_of  # noqa: PLC0415
+
+        identity = self.identity()
+        return {"identity": identity, "identity_sha256": digest_of(identity)}
 
     def require_replaceable(self) -> None:
         """Demand that what would be destroyed can be made again."""
