@@ -10,7 +10,7 @@ import pytest
 
 from coldsnap.engines.rank import Busy
 from coldsnap.engines.sglang.updating import Updates
-from coldsnap.errors import AdmissionError, EngineError
+from coldsnap.errors import AdmissionError, EngineError, UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sglang_boundary import Gone, Group, Rank, Request  # noqa: E402
@@ -145,6 +145,11 @@ def test_each_draft_model_is_updated_from_its_own_checkpoint(rank):
     assert updated("/models/draft", "coldsnap") == "/models/draft"
     assert updated("/models/second", "coldsnap") == "/models/second"
     assert updated("/models/second", "auto") == "/models/asked"
+
+
+def test_a_pack_is_not_written_while_sglang_serves(rank):
+    with pytest.raises(UnsupportedError, match="staged in the store"):
+        rank.resident.operations()["materialize"]({})
 
 
 # Several ranks

@@ -24,11 +24,17 @@ POLICY = "weights.native.materialize"
 
 
 def require_materializable(resolved: ResolvedPolicy, artifact: Artifact) -> None:
-    """Refuse to write packs of an artifact that names none.
+    """Refuse to write packs of an artifact that names none, or out of an engine that cannot be read while it serves.
 
     Raises:
-        UnsupportedError: It has its weights in the image.
+        UnsupportedError: It has its weights in the image, or is one of SGLang.
     """
+    if resolved[POLICY] != "off" and artifact.descriptor.engine.kind == "sglang":
+        raise UnsupportedError(
+            f"{artifact.path} is of SGLang, whose memory changes hands in its scheduler's own pass alone",
+            field=POLICY,
+            works='"off": a pack that is staged in the store is used',
+        )
     if resolved[POLICY] != "off" and artifact.descriptor.weights.payloads is None:
         raise UnsupportedError(
             f"{artifact.path} names no pack that could be written",

@@ -23,6 +23,7 @@ from coldsnap.engines.sglang.memory import WEIGHTS, AtBoundary, Move
 from coldsnap.engines.weights.copies import Placed
 from coldsnap.engines.weights.split import Split, Written, split
 from coldsnap.engines.weights.worker import Hooks, WorkerMemory
+from coldsnap.errors import UnsupportedError
 from coldsnap.transfer.memory import PreservedMemory
 
 __all__ = ["CHUNK_BYTES", "QUEUE_DEPTH", "Job", "Resident", "Settled"]
@@ -219,7 +220,15 @@ class Resident:
             "hydrate": lambda request: self._do("resume", request),
             "memory": self._status,
             "transition": lambda _: {"error": self.last_error},
+            "materialize": self._materialize,
         }
+
+    def _materialize(self, _request: Reply) -> Reply:
+        raise UnsupportedError(
+            "SGLang's memory is not read while it serves: it changes hands in the scheduler's own pass alone",
+            field="weights.native.materialize",
+            works='"off": a pack that is staged in the store is used',
+        )
 
     def _do(self, kind: str, request: Reply) -> Reply:
         if self.memory is None:

@@ -1,0 +1,31 @@
+"""What a plan refuses to write packs of."""
+
+import types
+
+import pytest
+
+from coldsnap.errors import UnsupportedError
+from coldsnap.planning.materialize import POLICY, require_materializable
+
+
+def artifact(kind, payloads=("pack",)):
+    weights, engine = types.SimpleNamespace(payloads=payloads), types.SimpleNamespace(kind=kind)
+    return types.SimpleNamespace(path="artifacts/one", descriptor=types.SimpleNamespace(weights=weights, engine=engine))
+
+
+@pytest.mark.parametrize("value", ["async", "required"])
+def test_an_artifact_of_sglang_is_not_materialized(value):
+    with pytest.raises(UnsupportedError, match="SGLang") as caught:
+        require_materializable({POLICY: value}, artifact("sglang"))
+    assert caught.value.field == POLICY
+
+
+@pytest.mark.parametrize("value", ["async", "required"])
+def test_an_artifact_without_packs_is_not_materialized(value):
+    with pytest.raises(UnsupportedError, match="names no pack"):
+        require_materializable({POLICY: value}, artifact("vllm", payloads=None))
+
+
+@pytest.mark.parametrize(("value", "kind"), [("off", "sglang"), ("async", "vllm"), ("required", "reference")])
+def test_everything_else_goes_on(value, kind):
+    require_materializable({POLICY: value}, artifact(kind))
