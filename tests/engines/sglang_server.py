@@ -38,7 +38,7 @@ class Server:
         command = [python, "-m", "sglang.launch_server", "--model-path", str(self.model), "--device", "cpu"]
         command += ["--attention-backend", "torch_native", "--host", "127.0.0.1", "--port", str(self.endpoint.port)]
         command += ["--max-total-tokens", "2048", "--mem-fraction-static", "0.1", "--enable-memory-saver"]
-        command += ["--skip-server-warmup", "--tp", str(tensor_parallel), *args]
+        command += ["--skip-server-warmup", "--sleep-on-idle", "--tp", str(tensor_parallel), *args]
         names = {name: value for name, value in inherited_environment().items() if name != "PYTHONPATH"}
         names |= {
             "COLDSNAP_DIRECTIVE": str(self.rank_dir / "directive.json"),
@@ -58,7 +58,7 @@ class Server:
                 command, env=names, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
-    def await_ready(self, timeout_s=240):
+    def await_ready(self, timeout_s=400):
         until(lambda: self.process.poll() is not None or self.status("/ready") == 200, timeout_s, every_s=0.25)
         assert self.process.poll() is None, self.log.read_text()[-3000:]
         return self

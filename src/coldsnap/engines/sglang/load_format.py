@@ -36,7 +36,10 @@ def hooks() -> tuple[Hook, ...]:
 
 
 def _verify(original: Any, load_config: Any) -> None:
-    if load_config.load_format == LOAD_FORMAT:
+    # 0.5.17 reads its command line before it loads plugins, so that it takes no name that it does not know: a start
+    # that is ours is then told by the setting alone.
+    ours = setting("COLDSNAP_SGLANG_STARTUP_PROVIDER") != "" and load_config.load_format == "auto"
+    if ours or load_config.load_format == LOAD_FORMAT:
         load_config.load_format = loader_class()
         return
     original(load_config)
