@@ -197,8 +197,9 @@ def test_only_the_request_with_the_key_passes_an_admitted_server(server, before)
     server.ranks.admit("0123456789abcdef")
     try:
         assert server.answer(rid="accept-0123456789abcdef") == before[0]
+        body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + "/generate", json={"text": PROMPT}, timeout=0.5)
+            httpx.post(server.url + "/generate", json=body, timeout=0.5)
     finally:
         server.ranks.resume()
     assert server.answer() == before[0]
