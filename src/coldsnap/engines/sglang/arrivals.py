@@ -89,6 +89,7 @@ class Arrivals:
     def _before_release(self) -> None:
         self._resident.require_mapped()
         self._scheduler.require_replaceable()
+        self._scheduler.settle()
 
 
 def _log(message: str) -> None:

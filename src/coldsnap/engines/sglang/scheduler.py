@@ -56,6 +56,12 @@ class Scheduler:
         identity = self.identity()
         return {"identity": identity, "identity_sha256": digest_of(identity)}
 
+    def settle(self) -> None:
+        """Wait for the device, and free what nobody needs, while everything still has its backing."""
+        if device := cuda.of_process():
+            device.synchronize()
+            device.collect()
+
     def require_replaceable(self) -> None:
         """Demand that what would be destroyed can be made again."""
         if self._both:
