@@ -7,7 +7,7 @@ torch weights, and no shortcut around the keeper, the directive or the control s
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -29,6 +29,10 @@ __all__ = ["ReferenceEngine"]
 
 def _own(value: Mapping[str, str]) -> Mapping[str, str]:
     return dict(value)
+
+
+def _words(args: Iterable[str]) -> tuple[str, ...]:
+    return tuple(args)
 
 
 @register
@@ -65,7 +69,7 @@ class ReferenceEngine:
     kv_bytes: int = 1 << 20
     loopback: bool = False
     seed: int | None = None
-    args: tuple[str, ...] = field(default=(), converter=tuple)
+    args: tuple[str, ...] = field(default=(), converter=_words)
     env: Mapping[str, str] = field(factory=dict, converter=_own, hash=False)
     cwd: str = "/"
 

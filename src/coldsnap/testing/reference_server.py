@@ -260,8 +260,10 @@ def serve(options: argparse.Namespace) -> None:
     with Server((options.host, options.port), Handler) as server:
         server.front, server.model = front, options.model
         server.serve_forever(poll_interval=POLL_S)
-    for each in [*listeners, *blank]:
+    for each in listeners:
         each.close()
+    for memory in blank:
+        memory.close()
 
 
 def _listen_unix(name: str) -> socket.socket:
