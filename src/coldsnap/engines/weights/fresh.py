@@ -50,11 +50,13 @@ class Matched:
     Attributes:
         pack: Extents of the pack, in the order of the file.
         residual: Extents of the residual.
+        zeros: Address and size of what is in no file; memory of a new engine holds anything.
         tensors: How many tensors the layout has.
     """
 
     pack: tuple[FileExtent, ...]
     residual: tuple[FileExtent, ...]
+    zeros: tuple[tuple[int, int], ...]
     tensors: int
 
 
@@ -134,6 +136,7 @@ def match(index: BootstrapIndex, manifest: NativeManifest, layout: Layout) -> Ma
             )
             for one in manifest.residual_extents
         ),
+        zeros=tuple((bases[one.allocation] + one.offset, one.size) for one in manifest.vacant_extents or ()),
         tensors=len(index.tensors),
     )
 
@@ -157,6 +160,8 @@ def _fill(
 ) -> Mapping[str, HydrationReceipt]:
     receipts: dict[str, HydrationReceipt] = {}
     pack, residual = files
+    for address, size in matched.zeros:
+        layout.memory.zero(address, size)
     if matched.pack and pack is not None:
         receipts["pack"] = move(pack, matched.pack, layout.memory, reading)
     if matched.residual:

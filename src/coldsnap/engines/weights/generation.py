@@ -33,6 +33,7 @@ from coldsnap.engines.weights.replay import Recording, Replay, record_replay
 from coldsnap.engines.weights.room import require_room
 from coldsnap.engines.weights.source import Checksums, MemorySource, Staging, digests_of
 from coldsnap.engines.weights.split import Split
+from coldsnap.engines.weights.zeros import without_zeros
 from coldsnap.errors import ColdSnapError
 from coldsnap.transfer.backend import CaptureReceipt, Source, Tuning
 from coldsnap.transfer.capture import CaptureBackendName, capture
@@ -160,7 +161,13 @@ def write_generation(
         OSError: Another file could not be written.
         CoverageError: The split leaves a byte out, or has one twice.
     """
-    return _Writer(split, memory, store, directory, identity, discarded, writing, index, at).write()
+    began = time.monotonic()
+    memory.synchronize()
+    with Staging(memory) as staging:
+        emptied = without_zeros(split, staging, threads=writing.threads or available_cores())
+    writer = _Writer(emptied, memory, store, directory, identity, discarded, writing, index, at)
+    writer.seconds["zeros"] = time.monotonic() - began
+    return writer.write()
 
 
 @frozen
