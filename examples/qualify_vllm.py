@@ -5,8 +5,8 @@
     python examples/qualify_vllm.py --model /models/qwen3-8b --minutes 8 -- --max-model-len 8192
 
 Everything after ``--`` goes to vLLM. On a machine with a GPU the weights leave the image for a pack (``--weights``),
-and vLLM's own sleep level 2 with a reload of the weights is the baseline; without one, they stay in the image and there
-is no baseline. What is measured, and the keys of the JSON: ``qualifying.py``.
+and the same server frozen and thawed by hand (``by_hand.py``: vLLM's sleep level 2, CRIU, a reload) is the rival;
+without one, they stay in the image and there is no rival. What is measured, and the keys of the JSON: ``qualifying.py``.
 """
 
 from __future__ import annotations
@@ -80,6 +80,17 @@ def sleep_and_reload(url: str) -> float:
     return time.monotonic() - begin
 
 
+def by_hand(spec: cs.VLLM, work: Path, options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the command of the rival, with the same model and arguments."""
+    script = Path(__file__).parent / "by_hand.py"
+    facts = cs.probe(criu=options.criu).host("local")
+    command = [sys.executable, str(script), "--model", spec.model, "--work", str(work / "by-hand")]
+    command += ["--criu", facts.criu.path if facts.criu else "criu", "--python", spec.python]
+    command += ["--restores", str(options.restores), "--tokens", str(options.tokens)]
+    command += [part for name, value in spec.env.items() for part in ("--env", f"{name}={value}")]
+    return (*command, "--", *spec.args)
+
+
 def policy(options: argparse.Namespace, *, gpu: bool) -> cs.Policy:
     """Return the policy that is qualified."""
     chosen = {} if options.weights == "auto" else {"weights.mode": options.weights}
@@ -102,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         development = evolve(spec, env={**spec.env, "VLLM_SERVER_DEV_MODE": "1"}, args=smaller_cache(spec.args))
         development = development if gpu else spec
         baseline: Baseline | None = sleep_and_reload if gpu else None
-        result = qualification.run(baseline=baseline, baseline_spec=development)
+        rival = by_hand(spec, work, options) if gpu else ()
+        result = qualification.run(baseline=baseline, baseline_spec=development, by_hand=rival)
     print(table(result))
     if options.plot:
         plot(options.plot, result)

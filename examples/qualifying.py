@@ -9,10 +9,11 @@ Every time is from the call that asks for it to the first token of an answer, ad
 ``split`` (of each hot restore: step → s), ``requests`` (``first_s``, ``tenth_s``, ``tokens_per_s`` before the capture
 and after each restore), ``sizes`` (bytes by kind), ``receipts`` (of the capture: step → what was done), ``exact``
 (answers compared, and how many were different), ``restored`` (receipts of the last hot restore), ``second_capture``
-(``new_pack_bytes`` of a capture with another KV cache, ``packs`` its bytes in packs), ``digests`` (``tensors`` that the
-engine's ranks had before the capture, ``comparisons`` of all of them after a restore, ``different``: when → names),
-``speedup`` (slowest hot restore against the fastest warm-cache cold start), ``over_baseline`` (the same restore against
-the engine's own sleep and reload, where it has them).
+(``new_pack_bytes`` of a capture with another KV cache, ``packs`` its bytes in packs), ``engines_own`` (answers that
+were compared, and were different, after the engine's own sleep and reload), ``by_hand`` (what the rival printed),
+``digests`` (``tensors`` that the engine's ranks had before the capture, ``comparisons`` of all of them after a restore,
+``different``: when → names), ``speedup`` (slowest hot restore against the fastest warm-cache cold start),
+``over_by_hand`` (median hot restore against that of the rival ``by_hand.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +50,7 @@ PROMPTS = (
 )
 STEADY_TOKENS = 1024
 RATES = 3
+BY_HAND = "restore by hand, sleep level 2 and reload"
 DIGEST_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 300.0
 
@@ -113,13 +116,21 @@ class Qualification:
             "digests": {"tensors": 0, "comparisons": 0, "different": {}},
         }
 
-    def run(self, *, baseline: Baseline | None = None, baseline_spec: Spec | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        *,
+        baseline: Baseline | None = None,
+        baseline_spec: Spec | None = None,
+        by_hand: Sequence[str] = (),
+    ) -> dict[str, Any]:
         """Run every part; return the figures."""
         self.part("capture", self.capture)
         self.part("restore, hot", lambda: self.restores("restore, hot", self.options.restores))
         if self.options.clones:
             self.part(f"restore, {self.options.clones} at once", self.clones)
         self.part("cold start, caches warm", lambda: self.warm_start(baseline, baseline_spec or self.spec))
+        if by_hand:
+            self.part(BY_HAND, lambda: self.by_hand(by_hand))
         self.part("restore, cold", lambda: self.restores("restore, cold", self.options.cold_restores, cold=True))
         self.conclude()
         return self.result
@@ -261,20 +272,32 @@ class Qualification:
         if baseline is None:
             self.result["not_run"][name] = "this engine, or this machine, has none"
             return
+        different = 0
         for _ in range(self.options.restores):
             seconds = baseline(engine.endpoint.url)
             answer = self.ask(engine, PROMPTS[0])
             self.row(name, seconds + answer.first_token_s, "waking only: the process never ended")
-            self.compare([answer], PROMPTS[:1])
+            different += bool(self.answers) and answer != self.answers[0]
+        self.result["engines_own"] = {"answers": self.options.restores, "different": different}
+
+    def by_hand(self, command: Sequence[str]) -> None:
+        """Run the rival that restores by hand."""
+        output = self.work / "by_hand.json"
+        done = subprocess.run([*command, "--json", str(output)], capture_output=True, text=True, check=False)
+        if not output.exists():
+            raise NotRun(f"the rival failed: {(done.stderr or done.stdout)[-600:]}")
+        told = self.result["by_hand"] = json.loads(output.read_text())
+        for seconds in told["restore_s"]:
+            self.row(BY_HAND, seconds, f"answers different: {told['different']} of {len(told['restore_s'])}")
 
     def conclude(self) -> None:
         """Set the figures against each other."""
         rows = self.result["rows"]
         hot = rows.get("restore, hot", {}).get("seconds")
         warm = rows.get("cold start, caches warm", {}).get("seconds")
-        base = rows.get("baseline: the engine's own sleep and reload", {}).get("seconds")
+        base = rows.get(BY_HAND, {}).get("seconds")
         self.result["speedup"] = min(warm) / max(hot) if warm and hot else None
-        self.result["over_baseline"] = statistics.median(base) / statistics.median(hot) if base and hot else None
+        self.result["over_by_hand"] = statistics.median(base) / statistics.median(hot) if base and hot else None
         self.save()
 
     # -- what they are made of -----------------------------------------------------------------------------------------
@@ -343,6 +366,7 @@ class Qualification:
         """Measure the first and the tenth request from now, and steady tokens/s."""
         url, model = engine.endpoint.url, self.spec.served_model
         seconds = [self.ask(engine, f"{PROMPTS[1]} {number}", 16).seconds for number in range(10)]
+        steady_rate(url, model, self.options.steady_tokens)  # caches and clocks are warm after this one
         rate = statistics.median(steady_rate(url, model, self.options.steady_tokens) for _ in range(RATES))
         self.result["requests"].append(
             {"when": when, "first_s": seconds[0], "tenth_s": seconds[9], "tokens_per_s": rate}

@@ -28,7 +28,7 @@ def table(result: Mapping[str, Any]) -> str:
     lines += [f"{name:<48} {size / 1e6:10.1f} MB" for name, size in result.get("sizes", {}).items()]
     if second := result.get("second_capture"):
         lines.append(f"{'new pack bytes of the second capture':<48} {second['new_pack_bytes']} of {second['packs']}")
-    for name in ("speedup", "over_baseline"):
+    for name in ("speedup", "over_by_hand"):
         if result.get(name):
             lines.append(f"{name:<48} {result[name]:8.1f} x")
     digests = result["digests"]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import socket
+import sys
 
 import pytest
 
@@ -27,7 +28,9 @@ def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, e
     checkpoint = write_checkpoint(tmp_path / "model.safetensors", size_bytes=1 << 20)
 
     spec = described(weights=str(checkpoint))
-    module.Qualification(spec, cs.Policy(), tmp_path, chosen).run(baseline=lambda url: 0.5)
+    told = {"restore_s": [500.0, 501.0], "different": 1}
+    rival = (sys.executable, "-c", f"import sys; open(sys.argv[-1], 'w').write({json.dumps(json.dumps(told))})")
+    module.Qualification(spec, cs.Policy(), tmp_path, chosen).run(baseline=lambda url: 0.5, by_hand=rival)
 
     result = json.loads((tmp_path / "figures.json").read_text())
     assert result["not_run"] == {}
@@ -39,14 +42,17 @@ def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, e
         "cold start, caches warm": 1,
         "baseline: the engine's own sleep and reload": 2,
         "restore, cold": 1,
+        module.BY_HAND: 2,
     }
-    # Two hot restores, one warm start and one cold restore with every prompt; two baselines with one.
-    assert result["exact"] == {"answers": 4 * len(module.PROMPTS) + 2, "different": 0}
+    # Two hot restores, one warm start and one cold restore.
+    assert result["exact"] == {"answers": 4 * len(module.PROMPTS), "different": 0}
     # Of the four matrices of the checkpoint, and the scales that are computed.
     assert result["digests"] == {"tensors": 5, "comparisons": 3, "different": {}}
     assert [set(split) >= {"admit-artifact", "thaw", "answer"} for split in result["split"]] == [True, True]
     assert result["speedup"] > 0
-    assert result["over_baseline"] > 0
+    assert result["over_by_hand"] > 1
+    assert result["by_hand"] == told
+    assert result["engines_own"] == {"answers": 2, "different": 0}
     assert result["sizes"]["images"] > 1 << 20
     assert example("showing").table(result).count("different: 0") == 2
 
