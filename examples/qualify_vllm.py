@@ -6,7 +6,8 @@
 
 Everything after ``--`` goes to vLLM. On a machine with a GPU the weights leave the image for a pack (``--weights``),
 and the same server frozen and thawed by hand (``by_hand.py``: vLLM's sleep level 2, CRIU, a reload) is the rival;
-without one, they stay in the image and there is no rival. What is measured, and the keys of the JSON: ``qualifying.py``.
+without one, they stay in the image and there is no rival. What is measured, and the keys of the JSON:
+``qualifying.py``.
 """
 
 from __future__ import annotations

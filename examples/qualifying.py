@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -40,11 +38,19 @@ from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import Engine as Spec
 from coldsnap.engines.control import Ranks
 from coldsnap.host.mounts import filesystem_of
+from measuring import (  # type: ignore[import-not-found]  # beside this script
+    PROMPT,
+    differences,
+    evict,
+    machine,
+    receipts_of,
+    steady_rate,
+)
 
 PROMPTS = (
     "Reply with exactly: coldsnap",
     "The capital of France is",
-    "Once upon a time there was a small house",
+    PROMPT,
     "def fibonacci(n):",
     "1 2 3 4 5 6 7",
 )
@@ -60,41 +66,6 @@ Baseline = Callable[[str], float]
 
 class NotRun(Exception):
     """A part cannot run here; the message is its reason."""
-
-
-def steady_rate(url: str, model: str, tokens: int) -> float:
-    """Return the tokens/s of one long answer: two lengths, so that neither prefill nor the request itself is in it."""
-
-    def seconds(length: int) -> float:
-        body = {"model": model, "prompt": PROMPTS[2], "max_tokens": length, "temperature": 0, "ignore_eos": True}
-        begin = time.monotonic()
-        # One reply at the end: a stream would measure this client too.
-        response = httpx.post(f"{url}/v1/completions", json=body, timeout=300, headers={"Connection": "close"})
-        response.raise_for_status()
-        return time.monotonic() - begin
-
-    few = max(1, tokens // 8)
-    return (tokens - few) / max(seconds(tokens) - seconds(few), 1e-9)
-
-
-def receipts_of(report: cs.Report) -> dict[str, Any]:
-    """Return what was done by step, without what a doctor only notes."""
-    return {
-        one.step: {"effective": one.effective, "reason": one.reason, "bytes": one.bytes}
-        | {name: value for name, value in one.details.items() if not name.startswith(("note ", "spoils "))}
-        for one in report.receipts
-    }
-
-
-def evict(paths: Sequence[Path]) -> None:
-    """Drop files from the page cache."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)  # dirty pages stay
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 class Qualification:
@@ -371,24 +342,6 @@ class Qualification:
         self.result["requests"].append(
             {"when": when, "first_s": seconds[0], "tenth_s": seconds[9], "tokens_per_s": rate}
         )
-
-
-def differences(expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return the tensors, as ``rank name``, that are not the same on both sides; ranks keep their names."""
-    return [
-        f"{rank} {name}"
-        for rank in sorted({*expected, *found})
-        for name in sorted({*expected.get(rank, ()), *found.get(rank, ())})
-        if expected.get(rank, {}).get(name) != found.get(rank, {}).get(name)
-    ]
-
-
-def machine() -> str:
-    """Return the machine in a line."""
-    host = cs.probe().host("local")
-    gpus = ", ".join(gpu.name for gpu in host.gpus) or "no GPU"
-    memory = f"{host.memory.total_bytes / 2**30:.0f} GiB"
-    return f"{host.cpu.model}, {host.cpu.cores} cores, {memory}, {gpus}, kernel {platform.release()}"
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:

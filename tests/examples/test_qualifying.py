@@ -88,7 +88,7 @@ def test_what_the_time_does_not_allow_is_a_row_that_says_so(tmp_path, example, d
 
 
 def test_a_tensor_that_differs_or_is_missing_is_named(example):
-    differences = example("qualifying").differences
+    differences = example("measuring").differences
 
     assert differences({"worker.7": {"a": "1", "b": "2"}}, {"worker.7": {"a": "1", "b": "3", "c": "4"}}) == [
         "worker.7 b",
