@@ -187,6 +187,8 @@ def _capture(resolved: ResolvedPolicy, context: Context) -> _Rows:
 
 
 def _weights_of_capture(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    if context.native and context.driver == "n580":
+        return _exported(resolved, context)
     if context.native:
         return _released(resolved, context)
     return _in_image(resolved, context) if context.driver == "n610" else _in_checkpoint(resolved, context)
@@ -203,6 +205,16 @@ _SCOPE = {
     "portable": "the template stops before the engine's interpreter begins (pre_exec)",
     "target-local": "the template has imported the engine, and with it libraries of this machine (imported)",
 }
+
+
+def _exported(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    backend = resolved["io.capture_backend"]
+    return [
+        ("weights.mode", "native", f"{context.reason}, model bytes in the store {context.store}"),
+        ("process.discard", "kv_cache", "a template has no KV cache"),
+        *_unused(resolved, ("weights.recovery.enabled",), "an engine that is started reads its packs"),
+        ("io.capture_backend", backend, _CAPTURE[backend]),
+    ]
 
 
 def _in_checkpoint(resolved: ResolvedPolicy, context: Context) -> _Rows:

@@ -45,6 +45,8 @@ from coldsnap.steps import (
     DeleteArtifact,
     DumpTemplate,
     DumpTree,
+    ExportLoad,
+    FillLoad,
     HandOver,
     HydrateWeights,
     InspectEngine,
@@ -63,6 +65,7 @@ from coldsnap.steps import (
     Reconnect,
     RecordAnswer,
     ReleaseWeights,
+    ReportLoad,
     RestoreCuda,
     ResumeEngine,
     SealArtifact,
@@ -215,8 +218,10 @@ def _act(session: Session, step: Step) -> Receipt:
             return starting.prove(session, step)
         case DumpTemplate():
             return starting.dump_template(session, step)
-        case StartEngine():
+        case StartEngine() | ExportLoad() | FillLoad():
             return starting.start_engine(session, step)
+        case ReportLoad():
+            return starting.report_load(session, step)
         case VerifyCheckpoint():
             return starting.verify_checkpoint(session, step)
         case StopEngine():

@@ -24,17 +24,22 @@ from coldsnap.keeper.undo import control
 from coldsnap.moving import WritingStep
 from coldsnap.receipts import Receipt
 from coldsnap.session import Released, Session
-from coldsnap.steps import ReleaseWeights
+from coldsnap.steps import ExportLoad, ReleaseWeights
 from coldsnap.transfer.samples import draw, search
 
-__all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside", "require_seen"]
+__all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside", "require_seen", "store_of"]
 
 WEIGHTS = "weights"
 """The directory of an artifact with a directory for each worker."""
 
 RESIDUAL, NATIVE = "weights.blob", "native-manifest.json"
-RECOVERY, HIBERNATE = "recovery-manifest.json", "hibernate-state.json"
+RECOVERY, HIBERNATE, BOOTSTRAP = "recovery-manifest.json", "hibernate-state.json", "bootstrap-index.json"
 SAMPLES = 100
+
+
+def store_of(session: Session) -> str:
+    """Return the root of the store that got the packs of a capture."""
+    return next(step.store for step in session.plan if isinstance(step, ReleaseWeights | ExportLoad))
 
 
 def release(session: Session, step: ReleaseWeights) -> Receipt:
@@ -174,6 +179,7 @@ def describe_weights(session: Session, files: Mapping[str, format9.FileRecord], 
                 native_manifest=own[NATIVE],
                 recovery_manifest=own.get(RECOVERY),
                 hibernate_state=own.get(HIBERNATE),
+                bootstrap_index=own.get(BOOTSTRAP),
             )
         )
         payloads.append(

@@ -17,10 +17,10 @@ from coldsnap.host.contracts import CONTRACTS
 from coldsnap.host.facts import HostFacts
 from coldsnap.host.secrets import secret_names
 from coldsnap.receipts import Receipt
-from coldsnap.releasing import WEIGHTS, describe_weights, require_outside
+from coldsnap.releasing import WEIGHTS, describe_weights, require_outside, store_of
 from coldsnap.session import Session
 from coldsnap.shrinking import searchable, stored_pages
-from coldsnap.steps import CommitArtifact, LaunchTemplate, ReleaseWeights, SealArtifact
+from coldsnap.steps import CommitArtifact, LaunchTemplate, SealArtifact
 
 __all__ = ["CAPSULE", "commit", "descriptor", "seal"]
 
@@ -39,11 +39,10 @@ def seal(session: Session, step: SealArtifact) -> Receipt:
     session.sealed = files = writer.seal(CAPSULE)
     looked_for = 0
     if session.released:
-        store = session.plan["release"]
-        assert isinstance(store, ReleaseWeights)  # noqa: S101 - nothing else fills ``released``
-        looked_for = require_outside(session, store.store, [writer.path / file.path for file in searchable(files)])
+        store = store_of(session)
+        looked_for = require_outside(session, store, [writer.path / file.path for file in searchable(files)])
         weights = writer.seal(WEIGHTS)
-        session.weights = describe_weights(session, {file.path: file for file in weights}, store.store)
+        session.weights = describe_weights(session, {file.path: file for file in weights}, store)
         files += weights
     return Receipt(
         step=step.id,

@@ -15,9 +15,9 @@ from coldsnap import artifact as format9
 from coldsnap.artifact.pageimage import SUFFIX
 from coldsnap.drivers.page_images import Feed, ShrunkPages, shrink_pages
 from coldsnap.receipts import Receipt
-from coldsnap.releasing import require_outside
+from coldsnap.releasing import require_outside, store_of
 from coldsnap.session import Session
-from coldsnap.steps import ReleaseWeights, ShrinkPages, StageCapsule
+from coldsnap.steps import ShrinkPages, StageCapsule
 
 __all__ = ["feed_of", "searchable", "shrink", "stored_pages"]
 
@@ -29,9 +29,7 @@ def shrink(session: Session, step: ShrinkPages) -> Receipt:
     capsule = writer.directory(f"capsule/{step.unit}")
     if step.compression != "none" and session.released:
         # Weights that did not leave are found by their bytes, which compressed pages do not show any more.
-        release = session.plan["release"]
-        assert isinstance(release, ReleaseWeights)  # noqa: S101 - nothing else fills ``released``
-        require_outside(session, release.store, sorted(capsule.glob("images/pages-*")))
+        require_outside(session, store_of(session), sorted(capsule.glob("images/pages-*")))
     session.shrunk = shrunk = shrink_pages(
         capsule,
         compression=step.compression,

@@ -49,7 +49,16 @@ from coldsnap.shelving import (
     ShelvingStep,
     VerifyArtifact,
 )
-from coldsnap.templating import DumpTemplate, ProveTemplate, StartEngine, TemplatingStep, VerifyCheckpoint
+from coldsnap.templating import (
+    DumpTemplate,
+    ExportLoad,
+    FillLoad,
+    ProveTemplate,
+    ReportLoad,
+    StartEngine,
+    TemplatingStep,
+    VerifyCheckpoint,
+)
 
 __all__ = [
     "AdmitArtifact",
@@ -69,6 +78,8 @@ __all__ = [
     "DeleteArtifact",
     "DumpTemplate",
     "DumpTree",
+    "ExportLoad",
+    "FillLoad",
     "HandOver",
     "HydrateWeights",
     "InspectEngine",
@@ -89,6 +100,7 @@ __all__ = [
     "Reconnect",
     "RecordAnswer",
     "ReleaseWeights",
+    "ReportLoad",
     "RestoreCuda",
     "ResumeEngine",
     "SealArtifact",

@@ -9,9 +9,19 @@ from typing import ClassVar, Literal
 
 from attrs import frozen
 
+from coldsnap.moving import ReadingStep, WritingStep
 from coldsnap.phases import BaseStep, Phase
 
-__all__ = ["DumpTemplate", "ProveTemplate", "StartEngine", "TemplatingStep", "VerifyCheckpoint"]
+__all__ = [
+    "DumpTemplate",
+    "ExportLoad",
+    "FillLoad",
+    "ProveTemplate",
+    "ReportLoad",
+    "StartEngine",
+    "TemplatingStep",
+    "VerifyCheckpoint",
+]
 
 Stop = Literal["pre_exec", "imported"]
 
@@ -71,6 +81,62 @@ class StartEngine(BaseStep):
 
 
 @frozen(kw_only=True)
+class ExportLoad(WritingStep):
+    """Let the template go on: it becomes the engine, whose load leaves packs, residuals and manifests behind.
+
+    Attributes:
+        unit: Like the five after it as for ``StartEngine``.
+        output: The artifact's directory, which gets residuals and manifests.
+    """
+
+    phase: ClassVar[Phase] = "LAUNCH"
+    unit: str
+    stop: Stop
+    address: str
+    port: int
+    provider: Literal["checkpoint", "native", "recovery"]
+    devices: tuple[int, ...]
+    output: str
+
+
+@frozen(kw_only=True)
+class FillLoad(ReadingStep):
+    """Let the template go on: it becomes the engine, whose load fills its parameters out of packs.
+
+    Attributes:
+        unit: Like the five after it as for ``StartEngine``.
+        store: The root of the store that has the packs.
+        native_library: The I/O library, empty for the packaged one.
+        native_sha256: Its digest, empty when any will do.
+    """
+
+    phase: ClassVar[Phase] = "LAUNCH"
+    unit: str
+    stop: Stop
+    address: str
+    port: int
+    provider: Literal["checkpoint", "native", "recovery"]
+    devices: tuple[int, ...]
+    store: str
+    native_library: str
+    native_sha256: str
+
+
+@frozen(kw_only=True)
+class ReportLoad(BaseStep):
+    """Ask every worker what its load wrote, or read; one that did something else than it was told ends the operation.
+
+    Attributes:
+        task: export (at a capture) or start (at a restore).
+        timeout_s: Deadline, s.
+    """
+
+    phase: ClassVar[Phase] = "HYDRATE"
+    task: Literal["export", "start"]
+    timeout_s: float
+
+
+@frozen(kw_only=True)
 class VerifyCheckpoint(BaseStep):
     """Compare the model that the engine loads with the captured one; runs beside the load.
 
@@ -82,4 +148,4 @@ class VerifyCheckpoint(BaseStep):
     revision: str
 
 
-TemplatingStep = ProveTemplate | DumpTemplate | StartEngine | VerifyCheckpoint
+TemplatingStep = ProveTemplate | DumpTemplate | StartEngine | ExportLoad | FillLoad | ReportLoad | VerifyCheckpoint

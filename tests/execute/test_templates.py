@@ -85,7 +85,9 @@ def test_five_restores_of_one_template_answer_exactly_two_of_them_at_once(lab, a
     assert first.status().incarnation != second.status().incarnation
     assert ask(first) == template.answer
     pids = artifact.descriptor.capsule.units[0].pids
-    assert [process.pid for process in first.keeper.tree()][:1] == list(pids)[:1]
+    started = [process.pid for process in first.keeper.tree()]
+    assert started[0] == pids[0]
+    assert min(started) >= pids[0], "pids of helpers are below, so that the engine could be captured once more"
     assert sample(first) != ask_at(second, temperature=1.0, tokens=24), "what nobody seeded"
 
 

@@ -91,6 +91,10 @@ class Engine(Protocol):
         The first is the one that the command runs (``python -m``).
         """
 
+    @property
+    def imported_environment(self) -> Mapping[str, str]:
+        """Return names with which the processes of such a template inherit its imports."""
+
     def eager(self) -> Engine:
         """Return the same engine without CUDA graphs."""
 

@@ -313,6 +313,19 @@ class Ranks:
         """
         return self._front("status", timeout_s=timeout_s)
 
+    def load_report(self, *, timeout_s: float = 30.0) -> Mapping[str, Mapping[str, Any]]:
+        """Ask every rank what a load that was ordered did (docs/starting.md).
+
+        Returns:
+            By rank, those that loaded a model; empty when none was told anything about its load.
+
+        Raises:
+            EngineError: There is no rank, or one refused.
+            StepTimeout: One did not answer.
+        """
+        replies = self._all("load_report", timeout_s=timeout_s)
+        return {rank: reply for rank, reply in replies.items() if not reply.get("skipped")}
+
     def _all(self, op: str, *, timeout_s: float, **arguments: Any) -> Mapping[str, Mapping[str, Any]]:
         replies = request_control(self.directory, op, timeout_s=timeout_s, ended=self.ended, **arguments)
         if not replies:

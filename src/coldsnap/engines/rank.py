@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -104,7 +105,7 @@ class Rank:
         os.register_at_fork(after_in_child=self._forget)
         self._acknowledge(())
         threading.Thread(target=self._serve, args=(listener,), name="coldsnap-control", daemon=True).start()
-        self.log(f"listening, incarnation {self.directive.incarnation}")
+        self.log(f"listening, incarnation {self.directive.incarnation}, {_age_s():.1f} s after its process began")
 
     def close(self) -> None:
         """Listen no longer; the socket's name goes too."""
@@ -229,6 +230,13 @@ def reseed(seed: int) -> tuple[str, ...]:
         if torch.cuda.is_initialized():
             done.append("torch.cuda")
     return tuple(done)
+
+
+def _age_s() -> float:
+    """Return how long ago this process began: for a rank that has just come up, what its imports took."""
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])  # starttime, proc_pid_stat(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _own(directive: Directive) -> Directive:

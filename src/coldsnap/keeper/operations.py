@@ -301,6 +301,8 @@ class Operations:
             self.tree.take(pid)
         except LookupError as error:
             raise Refused("launch", f"cannot adopt: {error.args[0]}") from None
+        if self.birth.private:  # a template that is started has children yet to come, and may be captured once more
+            namespaces.set_pid_floor(pid)
         return {}
 
     def _tree(self, _caller: int, _received: list[int]) -> Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 from coldsnap.admission import host_problems, require
 from coldsnap.behaviour import Context, decide
@@ -25,7 +25,14 @@ from coldsnap.planning.placing import (
     driver_decision,
     placed,
 )
-from coldsnap.planning.template import capture_weights, refuse_for_driver, start_step, stop_of, template_steps
+from coldsnap.planning.template import (
+    capture_weights,
+    export_steps,
+    refuse_for_driver,
+    start_step,
+    stop_of,
+    template_steps,
+)
 from coldsnap.planning.weights import (
     PlacedWeights,
     at_capture,
@@ -58,6 +65,8 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
     Raises:
         AdmissionError: Not on this host, with every reason.
     """
+    exported: tuple[Step, ...] = ()
+    stop: Literal["", "pre_exec", "imported"] = ""
     if isinstance(operation.engine, EngineHandle):
         unit, host, workers = None, facts.host("local"), 1
         driver, why = chosen_driver(policy, facts, unit, workers)
@@ -70,15 +79,22 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
         engine = cast("Engine", operation.engine)
         workers = engine.world_size
         driver, why = chosen_driver(policy, facts, unit, workers)
-        settle = capture_weights if driver == "n580" else at_capture
-        weights = settle(policy, engine, gpu=bool(host.gpus))
+        if driver == "n580":
+            weights = capture_weights(policy, engine)
+        else:
+            weights = at_capture(policy, engine, gpu=bool(host.gpus))
         require(f"{engine.kind} cannot be captured", host_problems(weights.resolved, host, unit))
         stop = stop_of(weights.resolved, engine) if driver == "n580" else ""
         first = launch_steps(weights, engine, placement, host, after=("admit-output",), driver=driver, stop=stop)
         ready_after = "launch"
         if stop:
             held = template_steps(operation, UNIT, criu_path(host), stop, devices_for(unit, host, workers))
-            first += (*held, start_step(unit, UNIT, stop, after=held[-1].id))
+            start: Step = (plain := start_step(unit, UNIT, stop, after=(held[-1].id,)))
+            if weights.native:
+                store = store_beside(operation, facts, operation.output)
+                begun, report = export_steps(weights, operation, store, plain)
+                start, exported = begun, (report,)
+            first += (*held, start)
             ready_after = "start"
         subject = f"{engine.kind} {engine.model} on {unit.host}, {unit.address}:{unit.port}"
     refuse_for_driver(policy, driver)
@@ -100,12 +116,21 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
         steps=(
             AdmitOutput(id="admit-output", output=operation.output),
             *first,
-            *_accepted(operation, ready_after, quiet=driver == "n610" or weights.native),
-            *_dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers), driver=driver),
+            *_accepted(operation, ready_after, quiet=driver == "n610"),
+            *exported,
+            *(
+                _dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers))
+                if driver == "n610"
+                else ()  # whose image is there already
+            ),
             *_committed(operation, resolved, weights=context.weights, driver=driver),
         ),
-        decisions=(driver_decision(driver, why), cuda_decision(host), *decisions),
-        choices=_choices(operation, weights),
+        decisions=(
+            driver_decision(driver, why),
+            cuda_decision(host, held=driver == "n610" or stop == "imported"),
+            *decisions,
+        ),
+        choices=_choices(operation, weights) if driver == "n610" else (),
     )
 
 
@@ -148,14 +173,12 @@ def _accepted(operation: Capture, ready_after: str, *, quiet: bool) -> tuple[Ste
 
 
 def _dumped(
-    operation: Capture, weights: PlacedWeights, store: str, *, host: HostFacts, devices: tuple[int, ...], driver: str
+    operation: Capture, weights: PlacedWeights, store: str, *, host: HostFacts, devices: tuple[int, ...]
 ) -> tuple[Step, ...]:
     """Return the steps from a quiet engine to its image, and, where it is kept, back to one that serves."""
     before: tuple[Step, ...] = ()
     if weights.native:
         before = (release_step(weights.resolved, operation, store, after="quiesce"),)
-    if driver == "n580":  # whose image is there already
-        return (*before, *_back(operation, weights, after="release")) if before else ()
     image = sequence.capture_steps(
         after="release" if before else "quiesce",
         unit=UNIT,
@@ -182,9 +205,9 @@ def _back(operation: Capture, weights: PlacedWeights, *, after: str) -> tuple[St
 
 def _committed(operation: Capture, resolved: ResolvedPolicy, *, weights: str, driver: str) -> tuple[Step, ...]:
     # A kept workload serves again before its artifact is sealed; with its memory back, nothing needs the files alone.
-    kept = operation.then == "keep" and (driver == "n610" or weights == "native")
-    # What a template becomes afterwards must have answered, and given its weights away, before there is an artifact.
-    done = () if driver == "n610" else ("release",) if weights == "native" else ("answer",)
+    kept = operation.then == "keep" and driver == "n610"
+    # What a template becomes afterwards must have answered, and told of its weights, before there is an artifact.
+    done = () if driver == "n610" else ("report",) if weights == "native" else ("answer",)
     compression, _ = image_compression(resolved["io.image_compression"])
     return (
         ShrinkPages(

@@ -84,12 +84,13 @@ def launch_steps(
     told = settings.project(resolved.policy, cast("settings.Engine", engine.kind), {}) if weights.native else {}
     command = engine.launch_command(endpoint, environ=told, gpu=gpu)
     require(f"{engine.kind} {engine.model} cannot be launched", command_problems(resolved, command))
+    environment = {**command.env, **(engine.imported_environment if stop == "imported" else {})}
     launch = LaunchEngine(
         id="launch",
         after=("admit-host", "admit-engine", "admit-placement", *after),
         kind=engine.kind,
         argv=command.argv,
-        environment=tuple(sorted(command.env.items())),
+        environment=tuple(sorted(environment.items())),
         cwd=command.cwd,
         namespace=resolved["process.namespace"],
         name=placement.name or "",

@@ -58,10 +58,18 @@ def driver_decision(driver: str, why: str) -> Decision:
     return Decision(name="driver", requested="", layer="", effective=driver, reason=why)
 
 
-def cuda_decision(host: HostFacts, *, captured: bool = True) -> Decision:
-    """Return the decision that tells whether a plan has CUDA steps."""
+def cuda_decision(host: HostFacts, *, captured: bool = True, held: bool = True) -> Decision:
+    """Return the decision that tells whether a plan has CUDA steps.
+
+    Args:
+        host: Where the plan runs.
+        captured: Whether the artifact was captured on a GPU.
+        held: Whether the process image has to do with the driver.
+    """
     if host.gpus and not captured:
         effective, reason = "left out", "the artifact was captured on a host without GPU"
+    elif host.gpus and not held:
+        effective, reason = "left out", "a template has nothing of a GPU"
     elif host.gpus:
         effective, reason = "in the plan", f"{host.name} has {len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}"
     else:

@@ -16,8 +16,8 @@ from coldsnap.operation import Placement, Restore, UnitPlacement
 from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.materialize import materialize_steps, require_materializable, require_warm
 from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
-from coldsnap.planning.template import refuse_other_driver, start_step, verify_steps
-from coldsnap.planning.weights import at_restore, hydrate_step, pack_steps, store_beside, weights_choices
+from coldsnap.planning.template import fill_steps, refuse_other_driver, start_step, verify_steps
+from coldsnap.planning.weights import PlacedWeights, at_restore, hydrate_step, pack_steps, store_beside, weights_choices
 from coldsnap.policy import Policy, ResolvedPolicy
 from coldsnap.steps import (
     AdmitArtifact,
@@ -110,7 +110,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             compression=descriptor.capsule.units[0].pages.compression,
         ),
         *(
-            _started(operation, unit, thawed="unlock-cuda" if thawed_on else "thaw")
+            _started(operation, unit, weights, store, thawed="unlock-cuda" if thawed_on else "thaw")
             if driver == "n580"
             else _woken(resolved, operation, store, native=native, thawed="unlock-cuda" if devices else "thaw")
         ),
@@ -137,7 +137,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         f"{unit.address}:{unit.port}",
         steps=tuple(steps),
         decisions=(
-            cuda_decision(host, captured=bool(captured)),
+            cuda_decision(host, captured=bool(captured), held=bool(thawed_on) or driver == "n610"),
             *decide(resolved, context),
             pages,
             *notes,
@@ -150,7 +150,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
                 options=("as captured", "moved"),
                 rule="a port of the captured tree that something else uses is moved to a free one, on both ends",
             ),
-            *(weights_choices(resolved) if native else ()),
+            *(weights_choices(resolved) if native and driver == "n610" else ()),
         ),
     )
 
@@ -172,23 +172,29 @@ def _compared(resolved: ResolvedPolicy, operation: Restore, unit: UnitPlacement,
     return comparison
 
 
-def _started(operation: Restore, unit: UnitPlacement, *, thawed: str) -> tuple[Step, ...]:
+def _started(
+    operation: Restore, unit: UnitPlacement, weights: PlacedWeights, store: str, *, thawed: str
+) -> tuple[Step, ...]:
     """Return the steps from a thawed template to an engine that has given the captured answer."""
     artifact = cast("Artifact", operation.artifact)
-    stop: Literal["pre_exec", "imported"] = (
-        "imported" if artifact.descriptor.compatibility.policy == "target-local-v1" else "pre_exec"
-    )
-    verified = verify_steps(artifact)
+    imported = artifact.descriptor.compatibility.policy == "target-local-v1"
+    stop: Literal["pre_exec", "imported"] = "imported" if imported else "pre_exec"
+    verified: tuple[Step, ...] = () if weights.native else verify_steps(artifact)
+    # Nothing compares preverified bytes on their way: their evidence must have been looked at.
+    first = ("verify", "verify-packs") if weights.resolved["io.verify_mode"] == "preverified" and weights.native else ()
+    start: Step = (plain := start_step(unit, artifact.descriptor.capsule.units[0].unit, stop, after=(thawed, *first)))
+    looked: tuple[Step, ...] = ()
+    if weights.native:
+        start, report = fill_steps(weights.resolved, operation, store, plain)
+        looked = (report,)
+    done = ("report", "verify-packs") if weights.native else tuple(step.id for step in verified)
     return (
         *verified,
-        start_step(unit, artifact.descriptor.capsule.units[0].unit, stop, after=thawed),
+        start,
         AwaitReady(id="ready", after=("start",), timeout_s=operation.ready_timeout_s),
+        *looked,
         Reconnect(id="reconnect", after=("ready",), timeout_s=RECONNECT_TIMEOUT_S),
-        CompareAnswer(
-            id="answer",
-            after=("reconnect", "verify", *(step.id for step in verified)),
-            timeout_s=operation.answer_timeout_s,
-        ),
+        CompareAnswer(id="answer", after=("reconnect", "verify", *done), timeout_s=operation.answer_timeout_s),
         HandOver(id="hand-over", after=("answer",)),
     )
 

@@ -31,6 +31,7 @@ __all__ = [
     "pack_steps",
     "reading",
     "release_step",
+    "require_places",
     "store_beside",
     "weights_choices",
     "writing",
@@ -133,19 +134,21 @@ def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeight
 
 
 def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
-    """Settle where an engine that is started anew gets its weights: from its checkpoint.
+    """Settle where an engine that is started anew gets its weights: out of packs, or from its checkpoint.
 
     Raises:
         UnsupportedError: They are wanted from somewhere else.
     """
-    if policy.resolved()["weights.mode"] != "auto":
+    mode, native = policy.resolved()["weights.mode"], artifact.descriptor.weights.kind == "packs"
+    if mode not in ("auto", *(("native",) if native else ())):
         raise UnsupportedError(
-            f"the engine of {artifact.path} is started anew, and loads its checkpoint",
+            f"the engine of {artifact.path} is started anew, and loads {'packs' if native else 'its checkpoint'}",
             field="weights.mode",
-            works='weights.mode = "auto"',
+            works=f'weights.mode = "auto"{" or native" if native else ""}',
         )
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=False))
-    return PlacedWeights(resolved=resolved, native=False, reason="an engine that is started anew loads its checkpoint")
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=native))
+    reason = "the load of the started engine reads its packs" if native else "the started engine loads its checkpoint"
+    return PlacedWeights(resolved=resolved, native=native, reason=reason)
 
 
 def store_beside(operation: Capture | Restore, facts: Facts, path: str) -> str:
@@ -167,7 +170,7 @@ def release_step(resolved: ResolvedPolicy, operation: Capture, store: str, *, af
     Raises:
         AdmissionError: The engine cannot see output or store where it runs, or they are the same place.
     """
-    require("weights cannot be released", [*_unseen(resolved, (operation.output, store)), *_same(operation, store)])
+    require_places(resolved, operation, store)
     return ReleaseWeights(
         id="release",
         after=(after,),
@@ -178,6 +181,15 @@ def release_step(resolved: ResolvedPolicy, operation: Capture, store: str, *, af
         **writing(resolved),
         timeout_s=operation.dump_timeout_s,
     )
+
+
+def require_places(resolved: ResolvedPolicy, operation: Capture, store: str) -> None:
+    """Refuse places that an engine cannot write its weights to.
+
+    Raises:
+        AdmissionError: The engine cannot see output or store where it runs, or they are the same place.
+    """
+    require("weights cannot be released", [*_unseen(resolved, (operation.output, store)), *_same(operation, store)])
 
 
 def writing(resolved: ResolvedPolicy) -> dict[str, Any]:

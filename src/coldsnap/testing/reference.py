@@ -7,7 +7,7 @@ torch weights, and no shortcut around the keeper, the directive or the control s
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -29,10 +29,6 @@ __all__ = ["ReferenceEngine"]
 
 def _own(value: Mapping[str, str]) -> Mapping[str, str]:
     return dict(value)
-
-
-def _words(args: Iterable[str]) -> tuple[str, ...]:
-    return tuple(args)
 
 
 @register
@@ -69,7 +65,7 @@ class ReferenceEngine:
     kv_bytes: int = 1 << 20
     loopback: bool = False
     seed: int | None = None
-    args: tuple[str, ...] = field(default=(), converter=_words)
+    args: tuple[str, ...] = field(default=(), converter=tuple)
     env: Mapping[str, str] = field(factory=dict, converter=_own, hash=False)
     cwd: str = "/"
 
@@ -87,6 +83,11 @@ class ReferenceEngine:
     def imported(self) -> tuple[str, ...]:
         """Return what takes time to import; its worker has it when it is forked (``--fork``)."""
         return ("coldsnap.testing.reference_server", "torch", "numpy")
+
+    @property
+    def imported_environment(self) -> Mapping[str, str]:
+        """Return nothing: a start method is an argument here, or there is no such template."""
+        return {}
 
     def eager(self) -> Self:
         """Return the same engine: it has no graphs."""

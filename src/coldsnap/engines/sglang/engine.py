@@ -77,6 +77,11 @@ class SGLang(DescribedEngine):
         """Return nothing: no template of SGLang imports anything before it stops."""
         return ()
 
+    @property
+    def imported_environment(self) -> Mapping[str, str]:
+        """Return nothing: a start method is an argument here, or there is no such template."""
+        return {}
+
     def eager(self) -> Self:
         """Return the same engine without CUDA graphs."""
         return self if self._has(*_EAGER) else evolve(self, args=(*self.args, *_EAGER))

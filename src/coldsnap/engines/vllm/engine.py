@@ -84,6 +84,11 @@ class VLLM(DescribedEngine):
         """Return what every process of a server imports: front end, engine core and executor."""
         return _IMPORTED
 
+    @property
+    def imported_environment(self) -> Mapping[str, str]:
+        """Have engine core and workers forked, where vLLM allows it: on a CPU it insists on processes that import."""
+        return {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+
     def eager(self) -> Self:
         """Return the same engine without CUDA graphs and compilation."""
         if any(name == "--enforce-eager" for name, _ in options(self.args)):

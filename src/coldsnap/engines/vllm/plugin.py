@@ -9,6 +9,7 @@ what ``register`` raises is not caught.
 
 from __future__ import annotations
 
+import os
 import sys
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from coldsnap.engines.rank import Operation
 
-__all__ = ["register"]
+__all__ = ["forget", "register"]
 
 # Whoever loads plugins decides what the process is; these frames call ``load_general_plugins`` (see ``contract``).
 _ROLES = {
@@ -75,12 +76,21 @@ def _start(role: str, path: str) -> None:
     # What is loaded is what is told; a rank imports nothing for the sake of its version.
     versions |= {name: str(sys.modules[name].__version__) for name in ("vllm", "torch") if name in sys.modules}
     operations = _hook_front_end(path) if role == "api" else _hook_worker()
-    Rank(role, path, engine="vllm", versions=versions, operations=operations).start()
+    rank = Rank(role, path, engine="vllm", versions=versions, operations=operations)
+    rank.start()
+    if (begun := rank.directive.start) is not None and begun.phase == "imported":
+        os.register_at_fork(after_in_child=forget)
+
+
+def forget() -> None:
+    """Have a process that was forked with everything imported load its plugins: vLLM would take them for loaded."""
+    global _started  # noqa: PLW0603  what it says is about the parent
+    _started = False
+    sys.modules["vllm.plugins"].plugins_loaded = False  # type: ignore[attr-defined]
 
 
 def _hook_front_end(path: str) -> Mapping[str, Operation]:
     import functools  # noqa: PLC0415
-    import os  # noqa: PLC0415
     from typing import Any  # noqa: PLC0415
 
     import vllm  # noqa: PLC0415

@@ -1,0 +1,70 @@
+"""A template of real vLLM: captured once, started twice at the same time out of its pack, the same tokens."""
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import coldsnap as cs
+
+pytestmark = [pytest.mark.vllm, pytest.mark.criu, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PROMPT = "You may convey verbatim copies of the"
+MAKER = Path(__file__).parents[2] / "examples" / "make_tiny_model.py"
+SMALL = ("--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64")
+TEMPLATE = {"compatibility.driver": "n580"}
+
+
+def complete(engine, model):
+    """Return the token ids of a completion; the connection is closed by the server."""
+    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+    connection = http.client.HTTPConnection(engine.endpoint.host, engine.endpoint.port, timeout=120)
+    with contextlib.closing(connection):
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST", "/v1/completions", json.dumps(body | {"ignore_eos": True}), headers)
+        return json.loads(connection.getresponse().read())["choices"][0]["token_ids"]
+
+
+def without_tensors(model):
+    """Leave of each safetensors file of a model what an engine reads before it loads: the header, and a hole."""
+    for path in model.glob("*.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
+        with path.open("r+b") as file:
+            file.truncate(len(data))
+
+
+def test_a_template_is_started_twice_at_once_out_of_its_pack(tmp_path, engine_python, criu, free_ports):
+    model, output = tmp_path / "tiny", tmp_path / "artifact"
+    subprocess.run([engine_python, str(MAKER), str(model)], check=True, stdout=subprocess.DEVNULL)
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    spec = cs.VLLM(model, args=(*SMALL, "--enforce-eager"), python=engine_python, env=env)
+    facts, ports = cs.probe(criu=criu), free_ports(3)
+
+    def run(operation, **leaves):
+        plan = cs.resolve(cs.Policy().evolve(**leaves), operation, facts)
+        return cs.execute(plan, on_event=cs.progress(file=sys.stdout))
+
+    captured = run(cs.Capture(spec, output=output, placement=cs.local(port=ports[0]), then="keep"), **TEMPLATE)
+    with captured.serving as original:
+        expected = complete(original, model)
+    artifact = cs.Artifact.open(output)
+    (pack,) = artifact.descriptor.weights.payloads.objects
+    assert captured.receipt("prove").reason == "no device, no library of a driver"
+    without_tensors(model)
+
+    with ThreadPoolExecutor(2) as pool:
+        operations = [cs.Restore(artifact, placement=cs.local(port=port)) for port in ports[1:]]
+        reports = list(pool.map(run, operations))
+
+    with contextlib.ExitStack() as serving:
+        engines = [serving.enter_context(report.serving) for report in reports]
+        assert [complete(engine, model) for engine in engines] == [expected, expected]
+        for report in reports:
+            assert report.receipt("report").details["pack_bytes"] == pack.bytes
+            assert report.receipt("answer").effective.endswith("tokens as captured")
