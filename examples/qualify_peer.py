@@ -11,7 +11,7 @@ that has ``vllm.snapshot`` (0.31), util-linux and a C compiler.
 
 ``--json`` writes: ``machine``, ``load`` (before and after), ``restores`` (name → ``first_token_s``, ``processor_s``, a
 list each), ``medians``, ``ratio`` (of the medians of seconds, this library's to vLLM's), ``processor_ratio``,
-``capture_s``, ``bytes``, ``exact``.
+``capture_s``, ``bytes``, ``failed`` (why a restore of vLLM's failed; it is in no median), ``exact``.
 """
 
 from __future__ import annotations
@@ -64,18 +64,25 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     restores: dict[str, dict[str, list[float]]] = {
         name: {"first_token_s": [], "processor_s": []} for name in (OURS, PEER)
     }
-    answers = list[list[int]]()
+    answers, failed = list[list[int]](), list[str]()
     with Peer(work / "peer", engine, options) as peer:
         quickstart.say("vLLM starts a server and makes its snapshot")
         created = peer.do("create", timeout_s=CREATE_S)
         for number in range(options.rounds):
             quickstart.say(f"round {number + 1} of {options.rounds}")
             for name in (OURS, PEER) if number % 2 else (PEER, OURS):
-                took, answer = ours(artifact, engine, options) if name == OURS else peer.restored(options.port)
+                try:
+                    took, answer = ours(artifact, engine, options) if name == OURS else peer.restored(options.port)
+                except PeerError as error:  # the next round may do
+                    failed.append(str(error))
+                    print(f"  {name:<15} failed: {failed[-1].splitlines()[0]}", flush=True)
+                    continue
                 answers.append(answer)
                 for key, value in took.items():
                     restores[name][key].append(value)
                 print(f"  {name:<15} {took['first_token_s']:.3f} s, processors {took['processor_s']:.2f} s", flush=True)
+    if not restores[PEER]["processor_s"]:
+        raise PeerError(f"vLLM restored nothing: {failed[-1]}")
     medians = {name: {key: statistics.median(each) for key, each in row.items()} for name, row in restores.items()}
     return {
         "machine": quickstart.machine(),
@@ -86,6 +93,7 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
         "processor_ratio": medians[OURS]["processor_s"] / medians[PEER]["processor_s"],
         "capture_s": {OURS: capture_s, PEER: created["seconds"]},
         "bytes": {OURS: sum(artifact.size_bytes.values()), PEER: created["bytes"]},
+        "failed": failed,
         "exact": all(answer == answers[0] and answer for answer in answers),
     }
 
@@ -220,6 +228,8 @@ def table(result: Mapping[str, Any]) -> str:
             f"{result['bytes'][name] / 1e6:,.1f} |"
         )
     lines.append(f"| {OURS} of {PEER} | {result['ratio']:.2f} | | {result['processor_ratio']:.2f} | |")
+    if result["failed"]:
+        lines += ["", f"restores of {PEER} that failed: {len(result['failed'])}"]
     lines += ["", f"tokens {'identical' if result['exact'] else 'DIFFERENT'}"]
     return "\n".join(lines)
 

@@ -140,8 +140,13 @@ class Peer:
     def restore(self, port: str) -> None:
         """Have vLLM restore it, up to the token that vLLM compares."""
         wanted = argparse.Namespace(snapshot_dir=str(self.snapshot), host="127.0.0.1", port=int(port))
-        self.controller.restore_snapshot(wanted, tools=self.tools())
-        self.pids = self.manifest.read_manifest(self.snapshot).process_tree
+        pids = self.manifest.read_manifest(self.snapshot).process_tree
+        try:
+            self.controller.restore_snapshot(wanted, tools=self.tools())
+        except BaseException:
+            reap(pids)  # vLLM has killed them, and the next restore needs their pids
+            raise
+        self.pids = pids
 
     def stop(self) -> None:
         """End the restored server."""
@@ -153,7 +158,7 @@ class Peer:
 
 
 def reap(pids: tuple[int, ...]) -> None:
-    """Wait for the end of processes that are children of this one, or become so: it is pid 1."""
+    """Wait for the end of killed processes that are children of this one, or become so: it is pid 1."""
     for pid in pids:
         while Path(f"/proc/{pid}").exists():
             try:

@@ -50,10 +50,11 @@ def test_the_table_sets_medians_against_each_other(peer):
             "ratio": 1.0,
             "processor_ratio": 1.0,
             "bytes": {peer.OURS: 1e6, peer.PEER: 2e6},
+            "failed": ["once"],
             "exact": True,
         }
     )
 
     assert "| coldsnap | 2.00 | 1.00 3.00 2.00 | 1.00 | 1.0 |" in told
     assert "| coldsnap of vllm snapshot | 1.00 |" in told
-    assert told.endswith("tokens identical")
+    assert told.endswith("restores of vllm snapshot that failed: 1\n\ntokens identical")
