@@ -71,9 +71,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def engine_of(work: Path, options: argparse.Namespace) -> Any:
     """Describe the engine to measure with."""
+    if options.model:
+        env = dict(item.split("=", 1) for item in options.env)
+        return cs.VLLM(options.model, args=tuple(options.engine_args), python=options.python, env=env)
     if options.engine == "vllm":
         return quickstart.tiny_vllm(work, options)
     return ReferenceEngine(python=options.python, weights_bytes=64 << 20)
+
+
+def policy(facts: cs.Facts) -> cs.Policy:
+    """Return the policy of every capture and restore; on a GPU, one worker on a driver that this machine has proven."""
+    return cs.Policy().evolve(**({"compatibility.driver": "probed"} if facts.host("local").gpus else {}))
+
+
+def probed(work: Path, options: argparse.Namespace) -> cs.Facts:
+    """Return the facts of this machine, with the store of weights that leave the image."""
+    return cs.probe(criu=options.criu, store=work / "store")
 
 
 def measure(engine: Any, work: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -89,7 +102,7 @@ def measure(engine: Any, work: Path, options: argparse.Namespace) -> dict[str, A
     for number in range(options.repeats):
         print(f"round {number + 1} of {options.repeats}", flush=True)
         for row in rows:  # in turns, so that what else the machine does falls on all of them
-            image_s, answer_s = restore(work / row["stored"], row, options)
+            image_s, answer_s = restore(work, row, options)
             row["image_s"].append(image_s)
             row["answer_s"].append(answer_s)
     profile = profile_of(captures, rows)
@@ -108,12 +121,16 @@ def capture_all(engine: Any, work: Path, options: argparse.Namespace) -> list[di
     """Start the engine once, and capture it once for each way of storing its pages."""
     found = []
     where = quickstart.place(options)
-    started = cs.execute(cs.resolve(cs.Policy(), cs.Launch(engine, placement=where), cs.probe(criu=options.criu)))
+    if probed(work, options).host("local").gpus:
+        cs.qualify_host(criu=options.criu)
+    facts = probed(work, options)
+    started = cs.execute(cs.resolve(policy(facts), cs.Launch(engine, placement=where), facts))
     with started.serving as launched:
         running = launched
         for name, edit in STORED.items():
             operation = cs.Capture(running, output=work / name, then="keep", prompt=quickstart.PROMPT)
-            plan = edited(cs.resolve(cs.Policy(), operation, cs.probe(criu=options.criu)), "shrink", edit)
+            facts = probed(work, options)
+            plan = edited(cs.resolve(policy(facts), operation, facts), "shrink", edit)
             report = cs.execute(plan)
             details = next(receipt for receipt in report.receipts if receipt.step == "shrink").details
             sizes = {key: int(details[key]) for key in ("raw_bytes", "zero_bytes", "stored_bytes")}
@@ -128,10 +145,12 @@ def edited(plan: Plan, step: str, edit: Edit) -> Plan:
     return evolve(plan, steps=tuple(evolve(each, **edit) if each.id == step else each for each in plan.steps))
 
 
-def restore(artifact: Path, row: Mapping[str, Any], options: argparse.Namespace) -> tuple[float, float]:
+def restore(work: Path, row: Mapping[str, Any], options: argparse.Namespace) -> tuple[float, float]:
     """Restore once; return the seconds that the image took, and those to the first correct token."""
-    opened = cs.Artifact.open(artifact)
-    plan = cs.resolve(cs.Policy(), cs.Restore(opened, placement=quickstart.place(options)), cs.probe(criu=options.criu))
+    artifact = work / row["stored"]
+    operation = cs.Restore(cs.Artifact.open(artifact), placement=quickstart.place(options))
+    facts = probed(work, options)
+    plan = cs.resolve(policy(facts), operation, facts)
     plan = edited(plan, "stage", {"pages": row["pages"], "workers": row["workers"]})
     with page_cache(artifact, row["cache"]):
         report = cs.execute(plan)
@@ -203,9 +222,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("vllm", "reference"), default="vllm")
     parser.add_argument("--port", type=int, default=18000)
     parser.add_argument("--work", help="directory to keep model, caches and artifacts in; it must hold no artifacts")
+    parser.add_argument("--model", help="directory of a model for vLLM; without it a tiny one is made")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment of that vLLM")
     parser.add_argument("--repeats", type=int, default=3, help="restores of each kind")
     parser.add_argument("--workers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("engine_args", nargs="*", metavar="-- VLLM_ARGUMENT", help="arguments of that vLLM")
     options = parser.parse_args(argv)
     if options.repeats < 1 or 1 not in options.workers:
         parser.error("the profile needs one restore of each kind, and one worker among --workers")
