@@ -48,9 +48,6 @@ class Server:
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(n % (os.cpu_count() or 1)) for n in range(tensor_parallel)),
             "HF_HUB_OFFLINE": "1",
-            # What a load frees must not stay in the heap.
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-            "MALLOC_TRIM_THRESHOLD_": "65536",
             **env,
         }
         with open(self.log, "ab") as log:
