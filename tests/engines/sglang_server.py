@@ -1,5 +1,6 @@
 """A real SGLang on a processor, with the plugin in each of its processes, and no keeper around it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -61,8 +62,12 @@ class Server:
         return self
 
     def stop(self):
+        """End it at once; what its processes have in /dev/shm goes with it."""
+        shared = shared_memory_of(self.process.pid)
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
+        for path in shared:
+            path.unlink(missing_ok=True)
 
     # SGLang's own API
 
@@ -122,6 +127,16 @@ class Server:
     def memory(self, into):
         """Write everything private that the processes can write to into files, and return them."""
         return [image(pid, into / f"{pid}.memory") for role in ("api", "worker") for pid in self.pids(role)]
+
+
+def shared_memory_of(group):
+    """Return the files in /dev/shm that the processes of a group have mapped, by whatever name they did."""
+    inodes = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(maps.parent.name)) == group:
+                inodes |= {line.split()[4] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    return [path for path in Path("/dev/shm").iterdir() if str(path.stat().st_ino) in inodes]
 
 
 def anonymous(pid):
