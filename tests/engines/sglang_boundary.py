@@ -88,14 +88,24 @@ class Manager:
             self.memory.remap(self.memory.regions(tag))
 
 
+class Device(HostMemory):
+    """Memory like a device's: what comes back holds what somebody else left there."""
+
+    def remap(self, regions):
+        released = [region for region in regions if not self.is_mapped(region)]
+        super().remap(released)
+        for region in released:
+            self.buffer(region)[:] = b"\xa5" * region.size_bytes
+
+
 class Rank:
     """One scheduler: weights of 3 pages, a KV cache of 2."""
 
-    def __init__(self, tmp_path, *, rank=0, group=None, environ=None):
-        self.memory = HostMemory()
-        self.weights = self.memory.allocate(12288, tag="weights")
+    def __init__(self, tmp_path, *, rank=0, group=None, environ=None, memory=None, weights_bytes=12288):
+        self.memory = memory or HostMemory()
+        self.weights = self.memory.allocate(weights_bytes, tag="weights")
         self.kv = self.memory.allocate(8192, tag="kv_cache")
-        self.memory.buffer(self.weights)[:] = bytes((rank + n * 7) % 251 for n in range(12288))
+        self.memory.buffer(self.weights)[:12288] = bytes((rank + n * 7) % 251 for n in range(12288))
         self.manager, self.steps, self.gone = Manager(self.memory), [], []
         self.root = tmp_path / f"rank-{rank}"
         group = group or Group(1)

@@ -13,7 +13,7 @@ from coldsnap.engines.sglang.updating import Updates
 from coldsnap.errors import AdmissionError, EngineError, UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sglang_boundary import Gone, Group, Rank, Request  # noqa: E402
+from sglang_boundary import Device, Gone, Group, Rank, Request  # noqa: E402
 
 
 @pytest.fixture
@@ -52,6 +52,16 @@ def test_a_release_writes_the_weights_and_sglang_takes_the_memory(rank):
     assert rank.manager.calls[1:] == [("resume", "weights"), ("resume", "kv_cache"), ("resume", "cuda_graph")]
     assert rank.steps == ["before", "leave", "enter", "after"]
     assert rank.bytes() == before
+
+
+def test_what_is_zero_and_in_no_file_is_zero_again_on_a_device_too(tmp_path):
+    rank = Rank(tmp_path, memory=Device(), weights_bytes=3 << 20)
+    before = rank.bytes()
+    reply = rank.release()
+    assert reply["residual"]["bytes"] < 1 << 20
+    rank.hydrate()
+    assert rank.bytes() == before
+    assert bytes(rank.memory.buffer(rank.kv)) == bytes(8192)
 
 
 def test_without_the_weights_step_the_bytes_are_wrong(rank):

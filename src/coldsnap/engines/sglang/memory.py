@@ -56,8 +56,14 @@ class AtBoundary:
         self._move(self._pause, regions)
 
     def remap(self, regions: Iterable[Region]) -> None:
-        """Have backing brought to everything with the regions' tags; what it holds is for the caller to fill."""
-        self._move(self._resume, regions)
+        """Have zeroed backing brought to everything with the regions' tags."""
+        found = tuple(regions)
+        self._move(self._resume, found)
+        for region in found:
+            # The driver promises nothing about new physical memory, and what was zero is in no file. Whoever brings a
+            # KV cache back clears it himself.
+            if region.tag == WEIGHTS:
+                self._saver.zero(region.address, region.size_bytes)
 
     def _move(self, move: Move, regions: Iterable[Region]) -> None:
         if tags := sorted({region.tag for region in regions}, key=lambda tag: (tag != WEIGHTS, tag)):
