@@ -243,3 +243,33 @@ def test_digests_are_collected_from_every_page_of_every_rank_that_has_a_model(ra
     start("engine")
 
     assert Ranks(rank_dir).digests(timeout_s=5) == {f"worker.{os.getpid()}": {"a": "0a", "b": "0b", "c": "0c"}}
+
+
+def test_an_engine_is_ready_when_its_front_end_says_so(rank_dir, start):
+    answers = [Busy("the engine is still starting"), {"ready": False}, {"ready": True}]
+
+    def status(_):
+        answer = answers.pop(0)
+        if isinstance(answer, Busy):
+            raise answer
+        return answer
+
+    later = threading.Timer(0.02, start, args=("api", {"status": status}))  # before it, nobody listens
+    later.start()
+    assert Ranks(rank_dir).await_ready(timeout_s=20) > 0
+    later.join()
+    assert answers == []
+
+
+def test_an_engine_that_is_never_ready_is_an_error_with_its_state_and_its_log(rank_dir, start):
+    log = rank_dir / "engine.log"
+    log.write_text("ValueError: no such model\n")
+    start(operations={"status": lambda _: {"ready": False}})
+    with pytest.raises(EngineError, match=r"within 0.05 s \(its front end says that it is starting\)") as error:
+        Ranks(rank_dir).await_ready(timeout_s=0.05, log=log)
+    assert "no such model" in str(error.value)
+
+
+def test_an_engine_that_ended_is_not_waited_for(rank_dir):
+    with pytest.raises(EngineError, match="ended while it was starting: it exited with status 1"):
+        Ranks(rank_dir, ended=lambda: "it exited with status 1").await_ready(timeout_s=20)

@@ -97,12 +97,12 @@ class Ranks:
         """
         start = time.monotonic()
         state = "no rank of its front end listens"
-        while (waited := time.monotonic() - start) < timeout_s:
+        while time.monotonic() - start < timeout_s:
             if reason := self.ended():
                 raise EngineError(f"the engine ended while it was starting: {reason}", log_tail=log_tail(log))
             if any(rank.role == "api" for rank in self.present()):
                 try:
-                    if self.status(timeout_s=min(_STATUS_S, timeout_s - waited)).get("ready") is True:
+                    if self.status(timeout_s=_STATUS_S).get("ready") is True:
                         return time.monotonic() - start
                     state = "its front end says that it is starting"
                 except (EngineError, StepTimeout) as error:
