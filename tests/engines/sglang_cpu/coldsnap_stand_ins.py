@@ -71,17 +71,20 @@ class Decorator(Absent):
         return Kernel(function) if isinstance(function, types.FunctionType) else self
 
 
-class Submodule(types.ModuleType):
-    """A submodule in which every name is found; ``special`` has those that need to be something in particular."""
+def nothing_special(_):
+    """Say of a name that it need not be anything in particular."""
 
-    special = types.MappingProxyType({})
+
+class Submodule(types.ModuleType):
+    """A submodule in which every name is found; ``special`` returns what some need to be in particular."""
+
+    special = staticmethod(nothing_special)
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        if (found := self.special.get(name)) is not None:
-            return found(name)
-        return Absent(f"{self.__name__}.{name}")
+        found = self.special(name)
+        return Absent(f"{self.__name__}.{name}") if found is None else found
 
 
 class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -104,12 +107,12 @@ class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def everything_of(package, special=types.MappingProxyType({}), submodules=(), without=()):
+def everything_of(package, special=nothing_special, submodules=(), without=()):
     """Return the ``__getattr__`` of a package in which every name, and every submodule, is found.
 
     Args:
         package: Its name.
-        special: Names that are not simply absent: what makes each of its own name.
+        special: Returns what a name is, and None of one that is simply absent.
         submodules: Names that are modules although nobody imported them.
         without: Submodules that older versions lack, and that nobody needs.
     """
@@ -120,8 +123,7 @@ def everything_of(package, special=types.MappingProxyType({}), submodules=(), wi
             raise AttributeError(name)
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")
-        if name in special:
-            return special[name](name)
-        return Absent(f"{package}.{name}")
+        found = special(name)
+        return Absent(f"{package}.{name}") if found is None else found
 
     return find

@@ -4,6 +4,8 @@ torch asks ``triton.backends.backends`` and ``triton.runtime.driver`` whether th
 and no driver is what a machine without one has.
 """
 
+from functools import cache
+
 from coldsnap_stand_ins import Decorator, everything_of
 
 __version__ = "3.0.0"
@@ -34,25 +36,34 @@ def next_power_of_2(n):
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-def _no_driver(name):
-    raise RuntimeError(f"triton.{name}: there is no GPU, and this is a stand-in")
+@cache
+def _class(name):
+    """Return a class of this name: others inherit from it, or ask whether something is one."""
+    return type(name, (Exception if name.endswith(("Error", "OutOfResources")) else object,), {})
 
 
-_SPECIAL = {
-    "backends": lambda _: {},
-    "driver": _no_driver,
-    "constexpr": lambda _: Constexpr,
-    "Config": lambda _: Config,
-    **{name: lambda name: Decorator(f"triton.{name}") for name in ("jit", "autotune", "heuristics")},
+def _special(name):
+    if name == "driver":
+        raise RuntimeError("triton.driver: there is no GPU, and this is a stand-in")
+    if name in _KNOWN:
+        return _KNOWN[name]
+    if name in _DECORATORS:
+        return Decorator(f"triton.{name}")
+    return _class(name) if name == "dtype" or name[:1].isupper() else None
+
+
+_DECORATORS = ("jit", "autotune", "heuristics")
+_KNOWN = {
+    "backends": {},
+    "constexpr": Constexpr,
+    "Config": Config,
+    "triton_key": lambda: "stand-in",  # part of the key of what torch compiles for the processor
 }
-# A class that others inherit from or compare with must be one.
-_SPECIAL |= {name: lambda name: type(name, (), {}) for name in ("Autotuner", "JITFunction", "CompiledKernel")}
-_SPECIAL |= {name: lambda name: type(name, (Exception,), {}) for name in ("OutOfResources", "CompilationError")}
 
-jit, autotune, heuristics = (Decorator(f"triton.{name}") for name in ("jit", "autotune", "heuristics"))
+jit, autotune, heuristics = (Decorator(f"triton.{name}") for name in _DECORATORS)
 __getattr__ = everything_of(
     "triton",
-    _SPECIAL,
+    _special,
     submodules=("backends", "compiler", "language", "runtime", "testing", "tools"),
     without=("knobs",),  # where SGLang would register what is to be told when a kernel is loaded
 )
