@@ -14,23 +14,12 @@
 #include <thread>
 #include <vector>
 
-#include "coldsnap_io.h"
-
-extern "C" void fault_plan(const char* name, long after, long times, int error);
+#include "selftest.hpp"
 
 namespace {
 
-#define REQUIRE(condition)                                                                               \
-  if (!(condition)) {                                                                                    \
-    std::fprintf(stderr, "%s:%d: %s (last error: %s)\n", __FILE__, __LINE__, #condition,                 \
-                 coldsnap_io_last_error()->message);                                                     \
-    std::abort();                                                                                        \
-  }
-
-using Bytes = std::vector<uint8_t>;
 void (*shim_fail)(const char*, long, int);
 void (*shim_counts)(long*);
-std::string directory;
 
 struct Way {
   uint32_t backend, access;
@@ -54,30 +43,6 @@ coldsnap_io_options options(const Way& way, std::mt19937_64& random) {
   chosen.chunk_bytes = 4096 << (random() % 8);
   chosen.threads = random() % 5;
   return chosen;
-}
-
-Bytes content(size_t length, std::mt19937_64& random) {
-  Bytes bytes(length);
-  for (auto& byte : bytes) byte = static_cast<uint8_t>(random());
-  return bytes;
-}
-
-int new_file(const std::string& name) {
-  const std::string path = directory + "/" + name;
-  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-  REQUIRE(fd >= 0);
-  return fd;
-}
-
-// Read-only: a file open for writing gets no lease, so it is never mapped.
-int file_with(const Bytes& bytes, const std::string& name) {
-  const int fd = new_file(name);
-  REQUIRE(write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
-  close(fd);
-  const std::string path = directory + "/" + name;
-  const int readable = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  unlink(path.c_str());
-  return readable;
 }
 
 struct Job {
@@ -264,7 +229,7 @@ void nothing_is_left() {
 
 int main(int count, char** arguments) {
   if (count < 3) return 2;
-  directory = arguments[2];
+  directory() = arguments[2];
   const int rounds = count > 3 ? std::atoi(arguments[3]) : 20;
   REQUIRE(coldsnap_io_load_cuda(arguments[1]) == COLDSNAP_IO_OK);
   void* shim = dlopen(arguments[1], RTLD_NOW);
@@ -277,6 +242,7 @@ int main(int count, char** arguments) {
     captures_come_back(random);
     every_pattern_is_found(random);
     streams_side_by_side_have_their_own_digests(random);
+    pages_come_back(random, "pages");
   }
   std::vector<std::thread> threads;
   for (uint64_t seed = 0; seed < 3; ++seed)
