@@ -65,7 +65,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="let the engine serve on after the capture")
     parser.add_argument("--plan-only", action="store_true", help="print what would be done, and why; do nothing")
     parser.add_argument("args", nargs="*", help="further arguments of the engine, after --")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

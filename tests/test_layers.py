@@ -35,7 +35,7 @@ LAYERS = [
             "curating",
             "hydrating",
         ],
-        *["restoring", "starting", "dozing", "materializing", "warming", "execute", "progress", "diagnosing"],
+        *["anew", "restoring", "starting", "dozing", "materializing", "warming", "execute", "progress", "diagnosing"],
     ],
     ["testing"],
 ]

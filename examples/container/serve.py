@@ -84,7 +84,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--criu", help="CRIU 4.2 or newer; looked for when not given")
     parser.add_argument("--policy", help="policy.toml or policy.json")
     parser.add_argument("args", nargs="*", help="arguments of vLLM, after --")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

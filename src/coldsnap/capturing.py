@@ -10,14 +10,18 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 from coldsnap.accelerating import prepare
+from coldsnap.anew import model_directory
 from coldsnap.artifact import ArtifactWriter
 from coldsnap.artifact.durable import COMMITTED
 from coldsnap.artifact.held import KEPT_FOR
 from coldsnap.artifact.store import Store
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
+from coldsnap.engines.argument_limits import last_value
+from coldsnap.engines.base import StartsFromPacks
 from coldsnap.engines.endpoint import await_ready, log_tail
 from coldsnap.engines.environment import require_interpreter
 from coldsnap.engines.settings import inherited_environment
@@ -27,6 +31,7 @@ from coldsnap.errors import AcceptanceError, AdmissionError, EngineError, Unsupp
 from coldsnap.host.doctor import problems
 from coldsnap.host.probe import probe
 from coldsnap.host.secrets import secret_names
+from coldsnap.keeper import layout
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
 from coldsnap.keeper.handle import Engine as Handle
@@ -169,6 +174,10 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
     record = EngineRecord(spec=step.spec, environment=session.need(session.environment, "an environment"))
     further = engine.installed_arguments(step.argv, record.environment, environ=environ)
     argv = (*step.argv, *further)
+    if session.start_files is not None:
+        session.load_format = last_value(argv, "--load-format", default="auto")
+        tree_dir = layout.IN_PROCESS_DIR if step.namespace == "private" else os.path.join(run_dir, layout.RANK)
+        argv = cast("StartsFromPacks", engine).with_start_files(argv, model_directory(tree_dir))
     labels = {
         "engine": step.kind,
         SPEC: step.spec,

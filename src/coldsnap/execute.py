@@ -11,6 +11,7 @@ from typing import Literal, Protocol, assert_never
 
 from coldsnap import (
     accelerating,
+    anew,
     capturing,
     curating,
     dozing,
@@ -45,8 +46,6 @@ from coldsnap.steps import (
     DeleteArtifact,
     DumpTemplate,
     DumpTree,
-    ExportLoad,
-    FillLoad,
     HandOver,
     HydrateWeights,
     InspectEngine,
@@ -56,6 +55,8 @@ from coldsnap.steps import (
     MaterializeEngine,
     MaterializePacks,
     OpenArtifact,
+    OrderExport,
+    OrderHydration,
     PrefetchWeights,
     ProveTemplate,
     PublishPacks,
@@ -73,6 +74,7 @@ from coldsnap.steps import (
     ShrinkPages,
     SleepEngine,
     StageCapsule,
+    StageStartFiles,
     StartEngine,
     StartKeeper,
     Step,
@@ -218,12 +220,18 @@ def _act(session: Session, step: Step) -> Receipt:
             return starting.prove(session, step)
         case DumpTemplate():
             return starting.dump_template(session, step)
-        case StartEngine() | ExportLoad() | FillLoad():
+        case StartEngine():
             return starting.start_engine(session, step)
-        case ReportLoad():
-            return starting.report_load(session, step)
         case VerifyCheckpoint():
             return starting.verify_checkpoint(session, step)
+        case StageStartFiles():
+            return anew.stage_start_files(session, step)
+        case OrderExport():
+            return anew.order_export(session, step)
+        case OrderHydration():
+            return anew.order_hydration(session, step)
+        case ReportLoad():
+            return anew.report_load(session, step)
         case StopEngine():
             return capturing.stop(session, step)
         case ReleaseWeights():

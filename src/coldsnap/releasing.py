@@ -13,6 +13,7 @@ from typing import Any
 
 from coldsnap import artifact as format9
 from coldsnap.admission import require
+from coldsnap.artifact.bootstrap import BOOTSTRAP_INDEX
 from coldsnap.artifact.canonical import hex_of
 from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, Recovery, WorkerWeights
@@ -24,7 +25,7 @@ from coldsnap.keeper.undo import control
 from coldsnap.moving import WritingStep
 from coldsnap.receipts import Receipt
 from coldsnap.session import Released, Session
-from coldsnap.steps import ExportLoad, ReleaseWeights
+from coldsnap.steps import OrderExport, ReleaseWeights
 from coldsnap.transfer.samples import draw, search
 
 __all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside", "require_seen", "store_of"]
@@ -33,13 +34,8 @@ WEIGHTS = "weights"
 """The directory of an artifact with a directory for each worker."""
 
 RESIDUAL, NATIVE = "weights.blob", "native-manifest.json"
-RECOVERY, HIBERNATE, BOOTSTRAP = "recovery-manifest.json", "hibernate-state.json", "bootstrap-index.json"
+RECOVERY, HIBERNATE = "recovery-manifest.json", "hibernate-state.json"
 SAMPLES = 100
-
-
-def store_of(session: Session) -> str:
-    """Return the root of the store that got the packs of a capture."""
-    return next(step.store for step in session.plan if isinstance(step, ReleaseWeights | ExportLoad))
 
 
 def release(session: Session, step: ReleaseWeights) -> Receipt:
@@ -161,6 +157,11 @@ def _receipt(
     )
 
 
+def store_of(session: Session) -> str:
+    """Return the root of the store that got the packs of a capture."""
+    return next(step.store for step in session.plan if isinstance(step, ReleaseWeights | OrderExport))
+
+
 def describe_weights(session: Session, files: Mapping[str, format9.FileRecord], store: str) -> format9.Weights:
     """Return the weights section of the descriptor, and leave evidence of every pack in the store.
 
@@ -179,7 +180,7 @@ def describe_weights(session: Session, files: Mapping[str, format9.FileRecord], 
                 native_manifest=own[NATIVE],
                 recovery_manifest=own.get(RECOVERY),
                 hibernate_state=own.get(HIBERNATE),
-                bootstrap_index=own.get(BOOTSTRAP),
+                bootstrap_index=own.get(BOOTSTRAP_INDEX),
             )
         )
         payloads.append(
@@ -198,6 +199,7 @@ def describe_weights(session: Session, files: Mapping[str, format9.FileRecord], 
         payloads=ModelPayloads(objects=tuple(payloads)),
         workers=tuple(listed),
         recovery=Recovery(model_id=model.id, revision=model.revision) if recoverable else None,
+        start_files=files.get(f"{WEIGHTS}/start-files.tar"),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 from attrs import define, field, frozen
 
 from coldsnap.artifact import Artifact, ArtifactWriter, FileRecord, Weights
+from coldsnap.artifact.tree import Tree
 from coldsnap.describe import short_name
 from coldsnap.drivers.cuda import CudaHelper
 from coldsnap.drivers.n610 import DumpedTree, StagedTree, ThawedTree
@@ -82,6 +83,8 @@ class Session:
         released: By worker, what a capture has written outside the image.
         weights: The same in the format's words, once it is sealed.
         prefetches: What is being read ahead.
+        start_files: What an engine starts with that is started anew from packs.
+        load_format: What its command said to load with, before the load was ordered.
         capture_id: Of the artifact in the making.
         key: Lets the acceptance request of a restore in, before the engine is open to others.
     """
@@ -107,6 +110,8 @@ class Session:
     prefetches: list[Prefetch] = field(factory=list)
     artifact: Artifact | None = None
     staged: StagedTree | None = None
+    start_files: Tree | None = None
+    load_format: str = ""
     thawed: ThawedTree | None = None
     cuda: CudaHelper | None = None
     capture_id: str = ""

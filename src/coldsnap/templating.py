@@ -14,10 +14,11 @@ from coldsnap.phases import BaseStep, Phase
 
 __all__ = [
     "DumpTemplate",
-    "ExportLoad",
-    "FillLoad",
+    "OrderExport",
+    "OrderHydration",
     "ProveTemplate",
     "ReportLoad",
+    "StageStartFiles",
     "StartEngine",
     "TemplatingStep",
     "VerifyCheckpoint",
@@ -81,62 +82,6 @@ class StartEngine(BaseStep):
 
 
 @frozen(kw_only=True)
-class ExportLoad(WritingStep):
-    """Let the template go on: it becomes the engine, whose load leaves packs, residuals and manifests behind.
-
-    Attributes:
-        unit: Like the five after it as for ``StartEngine``.
-        output: The artifact's directory, which gets residuals and manifests.
-    """
-
-    phase: ClassVar[Phase] = "LAUNCH"
-    unit: str
-    stop: Stop
-    address: str
-    port: int
-    provider: Literal["checkpoint", "native", "recovery"]
-    devices: tuple[int, ...]
-    output: str
-
-
-@frozen(kw_only=True)
-class FillLoad(ReadingStep):
-    """Let the template go on: it becomes the engine, whose load fills its parameters out of packs.
-
-    Attributes:
-        unit: Like the five after it as for ``StartEngine``.
-        store: The root of the store that has the packs.
-        native_library: The I/O library, empty for the packaged one.
-        native_sha256: Its digest, empty when any will do.
-    """
-
-    phase: ClassVar[Phase] = "LAUNCH"
-    unit: str
-    stop: Stop
-    address: str
-    port: int
-    provider: Literal["checkpoint", "native", "recovery"]
-    devices: tuple[int, ...]
-    store: str
-    native_library: str
-    native_sha256: str
-
-
-@frozen(kw_only=True)
-class ReportLoad(BaseStep):
-    """Ask every worker what its load wrote, or read; one that did something else than it was told ends the operation.
-
-    Attributes:
-        task: export (at a capture) or start (at a restore).
-        timeout_s: Deadline, s.
-    """
-
-    phase: ClassVar[Phase] = "HYDRATE"
-    task: Literal["export", "start"]
-    timeout_s: float
-
-
-@frozen(kw_only=True)
 class VerifyCheckpoint(BaseStep):
     """Compare the model that the engine loads with the captured one; runs beside the load.
 
@@ -148,4 +93,62 @@ class VerifyCheckpoint(BaseStep):
     revision: str
 
 
-TemplatingStep = ProveTemplate | DumpTemplate | StartEngine | ExportLoad | FillLoad | ReportLoad | VerifyCheckpoint
+@frozen(kw_only=True)
+class StageStartFiles(BaseStep):
+    """Stage what an engine starts with besides tensors, read-only: of its model at a capture, else of the artifact.
+
+    Attributes:
+        store: The root of the store, which has the trees.
+    """
+
+    phase: ClassVar[Phase] = "STAGE"
+    store: str
+
+
+@frozen(kw_only=True)
+class OrderExport(WritingStep):
+    """Say in the directive that the load is to write what it leaves: pack, rest, manifests and index of the layout."""
+
+    phase: ClassVar[Phase] = "TEMPLATE"
+
+
+@frozen(kw_only=True)
+class OrderHydration(ReadingStep):
+    """Say in the directive which packs the load is to read.
+
+    Attributes:
+        store: The root of the store.
+        native_library: The I/O library, empty for the packaged one.
+        native_sha256: Its digest, empty when any will do.
+    """
+
+    phase: ClassVar[Phase] = "HYDRATE"
+    store: str
+    native_library: str
+    native_sha256: str
+
+
+@frozen(kw_only=True)
+class ReportLoad(BaseStep):
+    """Ask every worker what its load wrote (export) or read (start).
+
+    Attributes:
+        task: What it was ordered to do.
+        timeout_s: Deadline, s.
+    """
+
+    phase: ClassVar[Phase] = "HYDRATE"
+    task: Literal["export", "start"]
+    timeout_s: float
+
+
+TemplatingStep = (
+    ProveTemplate
+    | DumpTemplate
+    | StartEngine
+    | VerifyCheckpoint
+    | StageStartFiles
+    | OrderExport
+    | OrderHydration
+    | ReportLoad
+)

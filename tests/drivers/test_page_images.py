@@ -14,7 +14,7 @@ from drivers_lab import Lab
 
 from coldsnap.artifact.pageimage import read_image
 from coldsnap.drivers import n610
-from coldsnap.drivers.page_images import Feed, RebuiltPages, page_images, rebuild_pages, shrink_pages
+from coldsnap.drivers.page_images import Feed, RebuiltPages, page_images, rebuild_pages, shrink_pages, zeros_may_be_many
 from coldsnap.drivers.pagemap import Pagemap, PagemapEntry, anonymous_private, without_zero_pages
 from coldsnap.errors import DriverError, FormatError, IntegrityError, NativeError
 from coldsnap.keeper.undo import KILL
@@ -291,3 +291,29 @@ def test_a_pagemap_entry_with_a_field_nobody_here_knows_is_refused(tmp_path):
     with opened(tmp_path) as images_fd, pytest.raises(FormatError) as caught:
         Pagemap.read(images_fd, "pagemap-1.img")
     assert caught.value.rule == "pagemap.2"
+
+
+@pytest.mark.parametrize(
+    ("zeros", "worth"),
+    [
+        (range(0), False),
+        (range(0, 10_000, 64), False),  # a 64th, evenly
+        (range(0, 10_000, 12), True),
+        (range(9250, 10_000), True),  # all at the end
+        (range(250, 1000), True),
+    ],
+)
+def test_a_few_pages_tell_whether_zeros_are_worth_looking_for(zeros, worth, tmp_path):
+    path = tmp_path / "pages"
+    with path.open("wb") as file:
+        for number in range(10_000):
+            file.write((b"\0" if number in zeros else b"x") * 4096)
+    with path.open("rb") as file:
+        assert zeros_may_be_many(file.fileno(), 10_000) == worth
+
+
+def test_a_small_file_is_looked_through_without_a_guess(tmp_path):
+    path = tmp_path / "pages"
+    path.write_bytes(b"x" * 4096)
+    with path.open("rb") as file:
+        assert zeros_may_be_many(file.fileno(), 1)

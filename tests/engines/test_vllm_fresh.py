@@ -17,7 +17,7 @@ from coldsnap.engines.settings import inherited_environment
 from coldsnap.engines.start_files import start_files
 from coldsnap.engines.vllm import VLLM
 from coldsnap.errors import EngineError
-from coldsnap.keeper.activation import activation_environment, activation_files, place_activation
+from coldsnap.keeper.activation import ACTIVATION, activation_environment, activation_files, place
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.control import request_control
 from coldsnap.keeper.directive import (
@@ -75,7 +75,7 @@ def running(directory, python, model, runtime=None, **told):
             command = spec.launch_command(endpoint, environ=environ)
             env = command.env
             if runtime is not None:
-                place_activation(keeper.rank_dir, Trees(directory / "store"), runtime.sha256)
+                place(keeper.rank_dir, ACTIVATION, Trees(directory / "store"), runtime.sha256)
                 env = activation_environment(env, keeper.tree_dir)
             keeper.spawn_engine(command.argv, env=env, cwd=command.cwd)
             await_ready(endpoint, timeout_s=300, ended=lambda: ended(keeper), log=keeper.log_path)

@@ -16,6 +16,7 @@ import pytest
 
 import coldsnap as cs
 from coldsnap.artifact.durable import is_committed
+from coldsnap.testing.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.criu
 
@@ -246,3 +247,25 @@ def test_the_files_for_containers_ask_for_the_capabilities_of_the_document():
         assert {one for text in found for one in text.split(", ")} == wanted, name
     run = (EXAMPLES.parent / "docs" / "deploy.md").read_text().partition("docker run")[2].partition("```")[0]
     assert set(re.findall(r"--cap-add (\w+)", run)) == wanted
+
+
+@pytest.mark.parametrize("name", ["capture", "container/serve", "qualify_fresh_start"])
+def test_arguments_of_the_engine_follow_two_dashes_wherever_the_options_are(example, name):
+    arguments = example(name).arguments(
+        ["model", "place", "--python", "/p", "--", "--max-model-len", "512", "-tp", "2"]
+    )
+
+    assert (arguments.model, arguments.python) == ("model", "/p")
+    assert arguments.args == ["--max-model-len", "512", "-tp", "2"]
+
+
+def test_a_fresh_start_is_qualified_without_its_checkpoint(tmp_path, example, described, criu):
+    module = example("qualify_fresh_start")
+    model = write_checkpoint(tmp_path / "model.safetensors", seed=3)
+    options = module.arguments([str(model), str(tmp_path / "out"), "--criu", criu, "--restores", "1", "--other-driver"])
+
+    found = module.qualify(described(weights=str(model)), options)
+
+    assert found["exact"] and found["pack_read_exactly"] and found["one_pack"]
+    assert model.exists() and not model.with_name("model.safetensors.away").exists()
+    assert "identical" in module.table(found) and "the same" in module.table(found)

@@ -9,7 +9,7 @@ import pytest
 import coldsnap
 from coldsnap.artifact.tree import Trees, pack_tree
 from coldsnap.errors import IntegrityError
-from coldsnap.keeper.activation import activation_environment, activation_files, place_activation
+from coldsnap.keeper.activation import ACTIVATION, activation_environment, activation_files, place
 
 LOOK = (
     "import coldsnap, importlib.metadata as m; "
@@ -53,7 +53,7 @@ def test_an_archive_of_one_installation_is_always_the_same(files):
 
 def test_an_interpreter_finds_the_placed_runtime_before_the_installed_one(files, trees, tmp_path):
     tree = trees.add(files[0])
-    place_activation(tmp_path, trees, tree.sha256)
+    place(tmp_path, ACTIVATION, trees, tree.sha256)
 
     where, version, plugin = found(tmp_path)
 
@@ -64,8 +64,8 @@ def test_an_interpreter_finds_the_placed_runtime_before_the_installed_one(files,
 
 def test_a_fix_is_found_at_the_place_where_the_old_one_was(files, trees, tmp_path):
     old, new = trees.add(files[0]), trees.add(fixed(*files))
-    place_activation(tmp_path, trees, old.sha256)
-    place_activation(tmp_path, trees, new.sha256)
+    place(tmp_path, ACTIVATION, trees, old.sha256)
+    place(tmp_path, ACTIVATION, trees, new.sha256)
 
     assert found(tmp_path)[1] == f"{files[1]}+fix"
     assert sorted(os.listdir(tmp_path)) == ["activation", "store"]
@@ -79,7 +79,7 @@ def test_a_runtime_that_was_changed_is_not_placed(files, trees, tmp_path):
     os.chmod(path, 0o444)
 
     with pytest.raises(IntegrityError, match=r"tree\.3"):
-        place_activation(tmp_path, trees, tree.sha256)
+        place(tmp_path, ACTIVATION, trees, tree.sha256)
     assert not (tmp_path / "activation").exists()
 
 

@@ -30,15 +30,6 @@ def complete(engine, model):
         return json.loads(connection.getresponse().read())["choices"][0]["token_ids"]
 
 
-def without_tensors(model):
-    """Leave of each safetensors file of a model what an engine reads before it loads: the header, and a hole."""
-    for path in model.glob("*.safetensors"):
-        data = path.read_bytes()
-        path.write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
-        with path.open("r+b") as file:
-            file.truncate(len(data))
-
-
 def test_a_template_is_started_twice_at_once_out_of_its_pack(tmp_path, engine_python, criu, free_ports):
     model, output = tmp_path / "tiny", tmp_path / "artifact"
     subprocess.run([engine_python, str(MAKER), str(model)], check=True, stdout=subprocess.DEVNULL)
@@ -56,7 +47,7 @@ def test_a_template_is_started_twice_at_once_out_of_its_pack(tmp_path, engine_py
     artifact = cs.Artifact.open(output)
     (pack,) = artifact.descriptor.weights.payloads.objects
     assert captured.receipt("prove").reason == "no device, no library of a driver"
-    without_tensors(model)
+    model.rename(tmp_path / "moved-away")
 
     with ThreadPoolExecutor(2) as pool:
         operations = [cs.Restore(artifact, placement=cs.local(port=port)) for port in ports[1:]]

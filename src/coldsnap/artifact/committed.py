@@ -101,6 +101,8 @@ class Artifact:
         for worker in self.descriptor.weights.workers:
             for file in worker.files:
                 yield ("residual" if file is worker.residual else "manifests"), file
+        if (archive := self.descriptor.weights.start_files) is not None:
+            yield "start_files", archive
         for seed in self.descriptor.cache_seeds:
             for file in seed.files:
                 yield "cache_seeds", file

@@ -344,8 +344,9 @@ class Descriptor:
         """Every file of the artifact besides ``artifact.json`` and ``evidence.json``."""
         capsules = (file for unit in self.capsule.units for file in unit.files)
         weights = (file for worker in self.weights.workers for file in worker.files)
+        starts = () if self.weights.start_files is None else (self.weights.start_files,)
         seeds = (file for seed in self.cache_seeds for file in seed.files)
-        return (*capsules, *weights, *seeds)
+        return (*capsules, *weights, *starts, *seeds)
 
     def encode(self) -> bytes:
         """Return the bytes of ``artifact.json``, sealed."""

@@ -108,6 +108,7 @@ class Weights:
         payloads: The packs, for kind packs.
         workers: The files of each worker, for kind packs.
         recovery: The checkpoint, when recovery is possible.
+        start_files: The archive of what an engine needs to start without its checkpoint (``docs/format/tree.md``).
     """
 
     kind: Literal["image", "packs", "checkpoint"] = "image"
@@ -116,11 +117,18 @@ class Weights:
         default=(), validator=record.one_of_each(lambda item: item.worker, "worker")
     )
     recovery: Recovery | None = None
+    start_files: FileRecord | None = None
+
+    @property
+    def starts(self) -> bool:
+        """Tell whether an engine can be started anew from the packs, without the checkpoint."""
+        indexed = all(worker.bootstrap_index is not None for worker in self.workers)
+        return self.payloads is not None and self.start_files is not None and indexed
 
     def __attrs_post_init__(self) -> None:
         """Check descriptor.8: packs come with residuals, images with neither."""
         owners = tuple(item.worker for item in self.payloads.objects) if self.payloads else ()
-        if self.kind != "packs" and (owners or self.workers or self.recovery):
+        if self.kind != "packs" and (owners or self.workers or self.recovery or self.start_files):
             raise record.Broken("descriptor.8", f"weights in the {self.kind} have neither payloads nor residuals")
         if self.kind == "packs" and (not self.workers or (self.payloads is None and self.recovery is None)):
             raise record.Broken("descriptor.8", "weights outside the image need residuals, and payloads or recovery")

@@ -31,7 +31,7 @@ from coldsnap.engines.model import ModelIdentity
 from coldsnap.errors import AdmissionError, UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
-__all__ = ["Engine", "LaunchCommand", "MemoryProviderName", "raise_refusals"]
+__all__ = ["Engine", "LaunchCommand", "MemoryProviderName", "StartsFromPacks", "raise_refusals"]
 
 MemoryProviderName: TypeAlias = Literal["host", "cuda"]
 
@@ -195,6 +195,40 @@ class Engine(Protocol):
 
         Raises:
             EngineError: It ended, refused, broke off or took too long.
+        """
+
+
+@runtime_checkable
+class StartsFromPacks(Engine, Protocol):
+    """An engine whose ranks export what a load leaves, and can be started anew from it (``docs/starting.md``)."""
+
+    @property
+    def exports(self) -> bool:
+        """Return whether this specification can: whether there is a checkpoint at all."""
+
+    def start_files(self, environ: Mapping[str, str]) -> Mapping[str, bytes]:
+        """Read what it needs to start besides tensors.
+
+        Args:
+            environ: As for :meth:`identify`.
+
+        Raises:
+            AdmissionError: A file is missing or cannot be read.
+        """
+
+    def checkpoint(self, environ: Mapping[str, str]) -> str:
+        """Return where its tensors are, absolute.
+
+        Args:
+            environ: As for :meth:`identify`.
+        """
+
+    def with_start_files(self, argv: Sequence[str], directory: str) -> tuple[str, ...]:
+        """Return its command with a directory of start files in place of the model.
+
+        Args:
+            argv: What :meth:`launch_command` returned, perhaps with more at the end.
+            directory: Where the files are, inside the process.
         """
 
 

@@ -13,7 +13,7 @@ from coldsnap.engines.model import TEXT_SUFFIXES, read_config
 from coldsnap.errors import AdmissionError
 from coldsnap.transfer.safetensors import HEADER_LIMIT_BYTES
 
-__all__ = ["MAX_FILE_BYTES", "start_files"]
+__all__ = ["MAX_FILE_BYTES", "header_of", "start_files"]
 
 MAX_FILE_BYTES = 256 << 20
 _LENGTH_BYTES = 8
@@ -39,7 +39,7 @@ def start_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
             if name.endswith(TEXT_SUFFIXES):
                 files[name] = _contents(root / name)
             elif name.endswith(".safetensors"):
-                files[name] = _header(root / name)
+                files[name] = header_of(root / name)
     except OSError as error:
         raise AdmissionError(f"the model directory {root} cannot be read: {error}") from error
     return files
@@ -53,11 +53,19 @@ def _contents(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        prefix = file.read(_LENGTH_BYTES)
-        length = int.from_bytes(prefix, "little")
-        header = file.read(length) if length <= HEADER_LIMIT_BYTES else b""
+def header_of(path: Path) -> bytes:
+    """Read the header of a safetensors file, with its length before it.
+
+    Raises:
+        AdmissionError: It has none, or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            header = file.read(length) if length <= HEADER_LIMIT_BYTES else b""
+    except OSError as error:
+        raise AdmissionError(f"{path} cannot be read: {error.strerror}") from error
     if len(prefix) < _LENGTH_BYTES or len(header) != length:
         raise AdmissionError(f"{path} is not a safetensors file: its header would have {length:,} bytes")
     return prefix + header

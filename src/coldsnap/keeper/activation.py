@@ -20,10 +20,11 @@ import coldsnap
 from coldsnap.artifact.tree import Tree, Trees
 from coldsnap.errors import AdmissionError
 
-__all__ = ["ACTIVATION", "activation_environment", "activation_files", "place_activation"]
+__all__ = ["ACTIVATION", "MODEL", "activation_environment", "activation_files", "place"]
 
 ACTIVATION = "activation"
-"""Its name beside the directive."""
+MODEL = "model"
+"""Names beside the directive: of the activation runtime, and of the files that an engine starts with."""
 
 _METADATA = ("METADATA", "entry_points.txt")
 _SKIPPED = {"__pycache__"}
@@ -56,11 +57,12 @@ def activation_files() -> dict[str, bytes]:
     return files
 
 
-def place_activation(rank_dir: str | os.PathLike[str], trees: Trees, sha256: str) -> Tree:
+def place(rank_dir: str | os.PathLike[str], name: str, trees: Trees, sha256: str) -> Tree:
     """Let the engines of a run directory find a tree, once it is verified; what they found before is replaced.
 
     Args:
         rank_dir: Where the directive lies.
+        name: ``ACTIVATION`` or ``MODEL``.
         trees: The trees of a store.
         sha256: Which of them.
 
@@ -68,9 +70,9 @@ def place_activation(rank_dir: str | os.PathLike[str], trees: Trees, sha256: str
         IntegrityError: It is not what its archive says.
     """
     tree = trees.verify(sha256)
-    temporary = os.path.join(rank_dir, f".{ACTIVATION}.{secrets.token_hex(8)}")
+    temporary = os.path.join(rank_dir, f".{name}.{secrets.token_hex(8)}")
     os.symlink(tree.path, temporary)
-    os.replace(temporary, os.path.join(rank_dir, ACTIVATION))
+    os.replace(temporary, os.path.join(rank_dir, name))
     return tree
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from collections.abc import Iterable
+from typing import cast
+
+from attrs import evolve
 
 from coldsnap.admission import host_problems, require
 from coldsnap.behaviour import Context, decide
@@ -25,17 +28,11 @@ from coldsnap.planning.placing import (
     driver_decision,
     placed,
 )
-from coldsnap.planning.template import (
-    capture_weights,
-    export_steps,
-    refuse_for_driver,
-    start_step,
-    stop_of,
-    template_steps,
-)
+from coldsnap.planning.template import capture_weights, refuse_for_driver, start_step, stop_of, template_steps
 from coldsnap.planning.weights import (
     PlacedWeights,
     at_capture,
+    export_steps,
     hydrate_step,
     release_step,
     store_beside,
@@ -47,12 +44,17 @@ from coldsnap.steps import (
     AttachEngine,
     AwaitReady,
     CommitArtifact,
+    LaunchTemplate,
+    OrderExport,
     Quiesce,
     RecordAnswer,
+    ReportLoad,
     ResumeEngine,
     SealArtifact,
     SettleWorkload,
     ShrinkPages,
+    StageStartFiles,
+    StartEngine,
     Step,
 )
 
@@ -65,8 +67,6 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
     Raises:
         AdmissionError: Not on this host, with every reason.
     """
-    exported: tuple[Step, ...] = ()
-    stop: Literal["", "pre_exec", "imported"] = ""
     if isinstance(operation.engine, EngineHandle):
         unit, host, workers = None, facts.host("local"), 1
         driver, why = chosen_driver(policy, facts, unit, workers)
@@ -79,22 +79,17 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
         engine = cast("Engine", operation.engine)
         workers = engine.world_size
         driver, why = chosen_driver(policy, facts, unit, workers)
-        if driver == "n580":
-            weights = capture_weights(policy, engine)
-        else:
-            weights = at_capture(policy, engine, gpu=bool(host.gpus))
+        settle = capture_weights if driver == "n580" else at_capture
+        weights = settle(policy, engine, gpu=bool(host.gpus))
         require(f"{engine.kind} cannot be captured", host_problems(weights.resolved, host, unit))
         stop = stop_of(weights.resolved, engine) if driver == "n580" else ""
         first = launch_steps(weights, engine, placement, host, after=("admit-output",), driver=driver, stop=stop)
         ready_after = "launch"
         if stop:
             held = template_steps(operation, UNIT, criu_path(host), stop, devices_for(unit, host, workers))
-            start: Step = (plain := start_step(unit, UNIT, stop, after=(held[-1].id,)))
-            if weights.native:
-                store = store_beside(operation, facts, operation.output)
-                begun, report = export_steps(weights, operation, store, plain)
-                start, exported = begun, (report,)
-            first += (*held, start)
+            start = start_step(unit, UNIT, stop, after=(held[-1].id,))
+            ordered = export_steps(weights.resolved, operation, facts, after="launch") if weights.ordered else None
+            first = _as_template(first, held, start, ordered)
             ready_after = "start"
         subject = f"{engine.kind} {engine.model} on {unit.host}, {unit.address}:{unit.port}"
     refuse_for_driver(policy, driver)
@@ -116,22 +111,37 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
         steps=(
             AdmitOutput(id="admit-output", output=operation.output),
             *first,
-            *_accepted(operation, ready_after, quiet=driver == "n610"),
-            *exported,
-            *(
-                _dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers))
-                if driver == "n610"
-                else ()  # whose image is there already
-            ),
-            *_committed(operation, resolved, weights=context.weights, driver=driver),
+            *_accepted(operation, ready_after, quiet=driver == "n610" or (weights.native and not weights.ordered)),
+            *_dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers), driver=driver),
+            *_committed(operation, weights, where=context.weights, driver=driver),
         ),
         decisions=(
             driver_decision(driver, why),
-            cuda_decision(host, held=driver == "n610" or stop == "imported"),
+            cuda_decision(host, held=driver == "n610" or _holds_driver(first)),
             *decisions,
         ),
-        choices=_choices(operation, weights) if driver == "n610" else (),
+        choices=_choices(operation, weights),
     )
+
+
+def _holds_driver(steps: Iterable[Step]) -> bool:
+    return any(isinstance(step, LaunchTemplate) and step.stop == "imported" for step in steps)
+
+
+def _as_template(
+    first: list[Step],
+    held: tuple[Step, ...],
+    start: StartEngine,
+    ordered: tuple[StageStartFiles, OrderExport] | None,
+) -> list[Step]:
+    """Return the steps of a launch that waits as a template, and then goes on; the last is ``start``."""
+    if ordered is None:
+        return [*first, *held, start]
+    staged, order = ordered
+    # The command names the directory of the start files, so that these come first.
+    *before, launch = first
+    launch = evolve(launch, after=(*launch.after, staged.id))
+    return [*before, staged, launch, *held, order, evolve(start, after=(*start.after, order.id))]
 
 
 def _attached(policy: Policy, handle: EngineHandle, host: HostFacts) -> tuple[PlacedWeights, list[Step], str]:
@@ -173,12 +183,16 @@ def _accepted(operation: Capture, ready_after: str, *, quiet: bool) -> tuple[Ste
 
 
 def _dumped(
-    operation: Capture, weights: PlacedWeights, store: str, *, host: HostFacts, devices: tuple[int, ...]
+    operation: Capture, weights: PlacedWeights, store: str, *, host: HostFacts, devices: tuple[int, ...], driver: str
 ) -> tuple[Step, ...]:
     """Return the steps from a quiet engine to its image, and, where it is kept, back to one that serves."""
     before: tuple[Step, ...] = ()
+    if weights.ordered:
+        return (ReportLoad(id="report", after=("answer",), task="export", timeout_s=operation.dump_timeout_s),)
     if weights.native:
         before = (release_step(weights.resolved, operation, store, after="quiesce"),)
+    if driver == "n580":  # whose image is there already
+        return (*before, *_back(operation, weights, after="release")) if before else ()
     image = sequence.capture_steps(
         after="release" if before else "quiesce",
         unit=UNIT,
@@ -203,12 +217,13 @@ def _back(operation: Capture, weights: PlacedWeights, *, after: str) -> tuple[St
     return (*back, ResumeEngine(id="resume", after=(after,)))
 
 
-def _committed(operation: Capture, resolved: ResolvedPolicy, *, weights: str, driver: str) -> tuple[Step, ...]:
+def _committed(operation: Capture, weights: PlacedWeights, *, where: str, driver: str) -> tuple[Step, ...]:
     # A kept workload serves again before its artifact is sealed; with its memory back, nothing needs the files alone.
-    kept = operation.then == "keep" and driver == "n610"
-    # What a template becomes afterwards must have answered, and told of its weights, before there is an artifact.
-    done = () if driver == "n610" else ("report",) if weights == "native" else ("answer",)
-    compression, _ = image_compression(resolved["io.image_compression"])
+    released = weights.native and not weights.ordered
+    kept = operation.then == "keep" and (driver == "n610" or released)
+    # What a template becomes afterwards must have answered, and its weights be written, before there is an artifact.
+    done = () if driver == "n610" else ("report",) if weights.ordered else ("release",) if released else ("answer",)
+    compression, _ = image_compression(weights.resolved["io.image_compression"])
     return (
         ShrinkPages(
             id="shrink",
@@ -222,7 +237,7 @@ def _committed(operation: Capture, resolved: ResolvedPolicy, *, weights: str, dr
             id="seal",
             after=("shrink", *done),
             output=operation.output,
-            weights="packs" if weights == "native" else weights,
+            weights="packs" if where == "native" else where,
             image_compression=compression,
         ),
         CommitArtifact(id="commit", after=("seal",), output=operation.output),
@@ -231,7 +246,8 @@ def _committed(operation: Capture, resolved: ResolvedPolicy, *, weights: str, dr
 
 
 def _choices(operation: Capture, weights: PlacedWeights) -> tuple[Choice, ...]:
-    return weights_choices(weights.resolved) if weights.native and operation.then == "keep" else ()
+    filled = weights.native and not weights.ordered and operation.then == "keep"
+    return weights_choices(weights.resolved) if filled else ()
 
 
 def _require_as_launched(resolved: ResolvedPolicy, host: HostFacts) -> None:

@@ -16,8 +16,16 @@ from coldsnap.operation import Placement, Restore, UnitPlacement
 from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.materialize import materialize_steps, require_materializable, require_warm
 from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
-from coldsnap.planning.template import fill_steps, refuse_other_driver, start_step, verify_steps
-from coldsnap.planning.weights import PlacedWeights, at_restore, hydrate_step, pack_steps, store_beside, weights_choices
+from coldsnap.planning.template import refuse_other_driver, start_step, verify_steps
+from coldsnap.planning.weights import (
+    PlacedWeights,
+    at_restore,
+    hydrate_step,
+    pack_steps,
+    start_steps,
+    store_beside,
+    weights_choices,
+)
 from coldsnap.policy import Policy, ResolvedPolicy
 from coldsnap.steps import (
     AdmitArtifact,
@@ -28,6 +36,7 @@ from coldsnap.steps import (
     LeaveWarm,
     PrefetchWeights,
     Reconnect,
+    ReportLoad,
     StartKeeper,
     Step,
     VerifyFiles,
@@ -110,7 +119,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             compression=descriptor.capsule.units[0].pages.compression,
         ),
         *(
-            _started(operation, unit, weights, store, thawed="unlock-cuda" if thawed_on else "thaw")
+            _started(operation, weights, store, unit, thawed="unlock-cuda" if thawed_on else "thaw")
             if driver == "n580"
             else _woken(resolved, operation, store, native=native, thawed="unlock-cuda" if devices else "thaw")
         ),
@@ -137,7 +146,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         f"{unit.address}:{unit.port}",
         steps=tuple(steps),
         decisions=(
-            cuda_decision(host, captured=bool(captured), held=bool(thawed_on) or driver == "n610"),
+            cuda_decision(host, captured=bool(captured)),
             *decide(resolved, context),
             pages,
             *notes,
@@ -150,7 +159,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
                 options=("as captured", "moved"),
                 rule="a port of the captured tree that something else uses is moved to a free one, on both ends",
             ),
-            *(weights_choices(resolved) if native and driver == "n610" else ()),
+            *(weights_choices(resolved) if native and not weights.ordered else ()),
         ),
     )
 
@@ -173,28 +182,33 @@ def _compared(resolved: ResolvedPolicy, operation: Restore, unit: UnitPlacement,
 
 
 def _started(
-    operation: Restore, unit: UnitPlacement, weights: PlacedWeights, store: str, *, thawed: str
+    operation: Restore, weights: PlacedWeights, store: str, unit: UnitPlacement, *, thawed: str
 ) -> tuple[Step, ...]:
     """Return the steps from a thawed template to an engine that has given the captured answer."""
     artifact = cast("Artifact", operation.artifact)
-    imported = artifact.descriptor.compatibility.policy == "target-local-v1"
-    stop: Literal["pre_exec", "imported"] = "imported" if imported else "pre_exec"
-    verified: tuple[Step, ...] = () if weights.native else verify_steps(artifact)
-    # Nothing compares preverified bytes on their way: their evidence must have been looked at.
-    first = ("verify", "verify-packs") if weights.resolved["io.verify_mode"] == "preverified" and weights.native else ()
-    start: Step = (plain := start_step(unit, artifact.descriptor.capsule.units[0].unit, stop, after=(thawed, *first)))
-    looked: tuple[Step, ...] = ()
-    if weights.native:
-        start, report = fill_steps(weights.resolved, operation, store, plain)
-        looked = (report,)
-    done = ("report", "verify-packs") if weights.native else tuple(step.id for step in verified)
+    stop: Literal["pre_exec", "imported"] = (
+        "imported" if artifact.descriptor.compatibility.policy == "target-local-v1" else "pre_exec"
+    )
+    name = artifact.descriptor.capsule.units[0].unit
+    checked: tuple[str, ...] = ("verify",)
+    if weights.ordered:
+        # Nothing compares preverified bytes on their way: their evidence must have been looked at.
+        first = ("verify", "verify-packs") if weights.resolved["io.verify_mode"] == "preverified" else ()
+        fed: tuple[Step, ...] = start_steps(weights.resolved, store, timeout_s=operation.ready_timeout_s)
+        start = start_step(unit, name, stop, after=(thawed, "order", *first), provider="native")
+        report = ReportLoad(id="report", after=("ready",), task="start", timeout_s=operation.answer_timeout_s)
+        told: tuple[Step, ...] = (report,)
+        checked += ("verify-packs", report.id)
+    else:
+        fed, start, told = verify_steps(artifact), start_step(unit, name, stop, after=(thawed,)), ()
+        checked += tuple(step.id for step in fed)
     return (
-        *verified,
+        *fed,
         start,
         AwaitReady(id="ready", after=("start",), timeout_s=operation.ready_timeout_s),
-        *looked,
+        *told,
         Reconnect(id="reconnect", after=("ready",), timeout_s=RECONNECT_TIMEOUT_S),
-        CompareAnswer(id="answer", after=("reconnect", "verify", *done), timeout_s=operation.answer_timeout_s),
+        CompareAnswer(id="answer", after=("reconnect", *checked), timeout_s=operation.answer_timeout_s),
         HandOver(id="hand-over", after=("answer",)),
     )
 

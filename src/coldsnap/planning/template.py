@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from attrs import asdict, evolve
+from attrs import evolve
 
 from coldsnap.artifact import Artifact
 from coldsnap.behaviour import engine_defaults
 from coldsnap.drivers import sequence
-from coldsnap.engines.base import Engine
+from coldsnap.engines.base import Engine, StartsFromPacks
 from coldsnap.errors import UnsupportedError
-from coldsnap.operation import Capture, Restore, UnitPlacement
-from coldsnap.planning.weights import PlacedWeights, reading, require_places, writing
+from coldsnap.operation import Capture, UnitPlacement
+from coldsnap.planning.weights import PlacedWeights, at_capture
 from coldsnap.policy import Policy, ResolvedPolicy
 from coldsnap.steps import (
     CheckpointCuda,
     DumpTemplate,
-    ExportLoad,
-    FillLoad,
     LockCuda,
     ProveTemplate,
-    ReportLoad,
     RestoreCuda,
     StartEngine,
     Step,
@@ -34,8 +31,6 @@ from coldsnap.steps import (
 
 __all__ = [
     "capture_weights",
-    "export_steps",
-    "fill_steps",
     "refuse_for_driver",
     "refuse_other_driver",
     "start_step",
@@ -43,10 +38,6 @@ __all__ = [
     "template_steps",
     "verify_steps",
 ]
-
-REPORT_S = 60.0
-FROM_PACKS = frozenset({"vllm"})
-"""Kinds of engines that have the load format ``coldsnap``."""
 
 STAND_STILL_S = 300.0
 """How long the import of an engine may take: more than a minute from a cold disk."""
@@ -90,21 +81,13 @@ def stop_of(resolved: ResolvedPolicy, engine: Engine) -> Literal["pre_exec", "im
     return "imported"
 
 
-def capture_weights(policy: Policy, engine: Engine) -> PlacedWeights:
+def capture_weights(policy: Policy, engine: Engine, *, gpu: bool) -> PlacedWeights:
     """Settle where the weights of an engine go that is started out of a template.
 
     Raises:
-        UnsupportedError: They are wanted in the process image, or in packs that no load of this engine can read.
+        UnsupportedError: They are wanted in the process image, or outside it where there is no memory provider.
     """
-    mode = policy.resolved()["weights.mode"]
-    native = engine.kind in FROM_PACKS and mode != "image"
-    if mode == "native" and not native:
-        raise UnsupportedError(
-            f"no load of {engine.kind} reads a pack",
-            field="weights.mode",
-            works='weights.mode = "auto", with which an engine that is started loads its checkpoint',
-        )
-    if mode == "image":
+    if policy.resolved()["weights.mode"] == "image":
         raise UnsupportedError(
             "the process image of a template has no weights",
             field="weights.mode",
@@ -114,9 +97,14 @@ def capture_weights(policy: Policy, engine: Engine) -> PlacedWeights:
         raise UnsupportedError(
             "a template has no KV cache that could be kept", field="process.discard", works='["kv_cache"]'
         )
-    reason = f"the load of {engine.kind} exports what it leaves" if native else f"no load of {engine.kind} reads a pack"
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=native))
-    return PlacedWeights(resolved=resolved, native=native, reason=reason)
+    if isinstance(engine, StartsFromPacks) and engine.exports:
+        return PlacedWeights(
+            resolved=policy.resolved(engine_defaults=engine_defaults(native=True)),
+            native=True,
+            ordered=True,
+            reason=f"{engine.kind} can be started anew from packs",
+        )
+    return at_capture(policy, engine, gpu=gpu, captures=False)
 
 
 def refuse_other_driver(policy: Policy, artifact: Artifact) -> None:
@@ -158,9 +146,14 @@ def template_steps(
 
 
 def start_step(
-    placed: UnitPlacement, unit: str, stop: Literal["pre_exec", "imported"], *, after: tuple[str, ...]
+    placed: UnitPlacement,
+    unit: str,
+    stop: Literal["pre_exec", "imported"],
+    *,
+    after: tuple[str, ...],
+    provider: Literal["checkpoint", "native"] = "checkpoint",
 ) -> StartEngine:
-    """Return the step that lets a template become an engine that loads its checkpoint."""
+    """Return the step that lets a template become its engine."""
     return StartEngine(
         id="start",
         after=after,
@@ -168,44 +161,9 @@ def start_step(
         stop=stop,
         address=placed.address,
         port=placed.port,
-        provider="checkpoint",
+        provider=provider,
         devices=placed.devices,
     )
-
-
-def export_steps(
-    weights: PlacedWeights, operation: Capture, store: str, start: StartEngine
-) -> tuple[ExportLoad, ReportLoad]:
-    """Return the steps that start an engine whose load is exported, and take what it wrote once it has answered.
-
-    Raises:
-        AdmissionError: The engine cannot see output or store where it runs, or they are the same place.
-    """
-    require_places(weights.resolved, operation, store)
-    exported = ExportLoad(
-        **asdict(start),
-        output=operation.output,
-        store=store,
-        discard=(),
-        **writing(weights.resolved),
-        timeout_s=operation.ready_timeout_s,
-    )
-    return exported, ReportLoad(id="report", after=("answer",), task="export", timeout_s=REPORT_S)
-
-
-def fill_steps(
-    resolved: ResolvedPolicy, operation: Restore, store: str, start: StartEngine
-) -> tuple[FillLoad, ReportLoad]:
-    """Return the steps that start an engine whose load reads packs, and take what it read once it is ready."""
-    filled = FillLoad(
-        **{**asdict(start), "provider": "native"},
-        store=store,
-        **reading(resolved, fresh=False),
-        native_library=resolved["io.native_library"] or "",
-        native_sha256=resolved["io.native_sha256"] or "",
-        timeout_s=operation.ready_timeout_s,
-    )
-    return filled, ReportLoad(id="report", after=("ready",), task="start", timeout_s=REPORT_S)
 
 
 def verify_steps(artifact: Artifact) -> tuple[VerifyCheckpoint, ...]:

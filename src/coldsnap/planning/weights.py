@@ -20,18 +20,28 @@ from coldsnap.host.facts import Facts
 from coldsnap.operation import Capture, Restore
 from coldsnap.plan import Choice
 from coldsnap.policy import Policy, ResolvedPolicy
-from coldsnap.steps import AdmitPacks, HydrateWeights, PrefetchWeights, ReleaseWeights, VerifyPacks
+from coldsnap.steps import (
+    AdmitPacks,
+    HydrateWeights,
+    OrderExport,
+    OrderHydration,
+    PrefetchWeights,
+    ReleaseWeights,
+    StageStartFiles,
+    VerifyPacks,
+)
 
 __all__ = [
     "READ_AHEAD",
     "PlacedWeights",
     "at_capture",
     "at_restore",
+    "export_steps",
     "hydrate_step",
     "pack_steps",
     "reading",
     "release_step",
-    "require_places",
+    "start_steps",
     "store_beside",
     "weights_choices",
     "writing",
@@ -49,11 +59,13 @@ class PlacedWeights:
         resolved: The policy, with the defaults of such an engine.
         native: Whether they are outside the image.
         reason: Why.
+        ordered: Whether the load itself brings them out and in: the engine is started anew from packs.
     """
 
     resolved: ResolvedPolicy
     native: bool
     reason: str
+    ordered: bool = False
 
 
 def at_capture(
@@ -134,21 +146,28 @@ def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeight
 
 
 def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
-    """Settle where an engine that is started anew gets its weights: out of packs, or from its checkpoint.
+    """Settle where an engine that is started anew gets its weights: from packs, where the artifact has all they need.
 
     Raises:
         UnsupportedError: They are wanted from somewhere else.
     """
-    mode, native = policy.resolved()["weights.mode"], artifact.descriptor.weights.kind == "packs"
-    if mode not in ("auto", *(("native",) if native else ())):
-        raise UnsupportedError(
-            f"the engine of {artifact.path} is started anew, and loads {'packs' if native else 'its checkpoint'}",
-            field="weights.mode",
-            works=f'weights.mode = "auto"{" or native" if native else ""}',
+    mode = policy.resolved()["weights.mode"]
+    if artifact.descriptor.weights.starts and mode in ("auto", "native"):
+        return PlacedWeights(
+            resolved=policy.resolved(engine_defaults=engine_defaults(native=True)),
+            native=True,
+            ordered=True,
+            reason="an engine that is started anew loads what the captured one had loaded",
         )
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=native))
-    reason = "the load of the started engine reads its packs" if native else "the started engine loads its checkpoint"
-    return PlacedWeights(resolved=resolved, native=native, reason=reason)
+    if artifact.descriptor.weights.starts or mode != "auto":
+        raise UnsupportedError(
+            f"the engine of {artifact.path} is started anew, and loads its "
+            + ("packs" if artifact.descriptor.weights.starts else "checkpoint"),
+            field="weights.mode",
+            works='weights.mode = "auto"',
+        )
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=False))
+    return PlacedWeights(resolved=resolved, native=False, reason="an engine that is started anew loads its checkpoint")
 
 
 def store_beside(operation: Capture | Restore, facts: Facts, path: str) -> str:
@@ -170,7 +189,7 @@ def release_step(resolved: ResolvedPolicy, operation: Capture, store: str, *, af
     Raises:
         AdmissionError: The engine cannot see output or store where it runs, or they are the same place.
     """
-    require_places(resolved, operation, store)
+    require("weights cannot be released", [*_unseen(resolved, (operation.output, store)), *_same(operation, store)])
     return ReleaseWeights(
         id="release",
         after=(after,),
@@ -181,15 +200,6 @@ def release_step(resolved: ResolvedPolicy, operation: Capture, store: str, *, af
         **writing(resolved),
         timeout_s=operation.dump_timeout_s,
     )
-
-
-def require_places(resolved: ResolvedPolicy, operation: Capture, store: str) -> None:
-    """Refuse places that an engine cannot write its weights to.
-
-    Raises:
-        AdmissionError: The engine cannot see output or store where it runs, or they are the same place.
-    """
-    require("weights cannot be released", [*_unseen(resolved, (operation.output, store)), *_same(operation, store)])
 
 
 def writing(resolved: ResolvedPolicy) -> dict[str, Any]:
@@ -232,6 +242,44 @@ def hydrate_step(resolved: ResolvedPolicy, store: str, *, after: tuple[str, ...]
         native_library=resolved["io.native_library"] or "",
         native_sha256=resolved["io.native_sha256"] or "",
         timeout_s=timeout_s,
+    )
+
+
+def export_steps(
+    resolved: ResolvedPolicy, operation: Capture, facts: Facts, *, after: str
+) -> tuple[StageStartFiles, OrderExport]:
+    """Return the steps by which a load writes what it leaves: what the engine starts with, and the order.
+
+    Raises:
+        AdmissionError: The engine cannot see output or store where it runs, or they are the same place.
+    """
+    store = store_beside(operation, facts, operation.output)
+    require("weights cannot be exported", [*_unseen(resolved, (operation.output, store)), *_same(operation, store)])
+    stage = StageStartFiles(id="stage-model", after=("admit-engine", "admit-output"), store=store)
+    order = OrderExport(
+        id="order",
+        after=(after,),
+        store=store,
+        discard=(),
+        **writing(resolved),
+        timeout_s=operation.dump_timeout_s,
+    )
+    return stage, order
+
+
+def start_steps(resolved: ResolvedPolicy, store: str, *, timeout_s: float) -> tuple[StageStartFiles, OrderHydration]:
+    """Return the steps by which a load reads packs; the last is ``order``."""
+    return (
+        StageStartFiles(id="stage-model", after=("keeper",), store=store),
+        OrderHydration(
+            id="order",
+            after=("keeper", "admit-packs", "stage-model"),
+            store=store,
+            **reading(resolved, fresh=False),
+            native_library=resolved["io.native_library"] or "",
+            native_sha256=resolved["io.native_sha256"] or "",
+            timeout_s=timeout_s,
+        ),
     )
 
 

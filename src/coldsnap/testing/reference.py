@@ -6,8 +6,9 @@ torch weights, and no shortcut around the keeper, the directive or the control s
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -21,6 +22,7 @@ from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.model import ModelIdentity
 from coldsnap.engines.specs import register
+from coldsnap.engines.start_files import header_of
 from coldsnap.errors import AdmissionError, UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
@@ -29,6 +31,13 @@ __all__ = ["ReferenceEngine"]
 
 def _own(value: Mapping[str, str]) -> Mapping[str, str]:
     return dict(value)
+
+
+WEIGHTS_FILE = "weights.safetensors"
+
+
+def _words(args: Iterable[str]) -> tuple[str, ...]:
+    return tuple(args)
 
 
 @register
@@ -65,7 +74,7 @@ class ReferenceEngine:
     kv_bytes: int = 1 << 20
     loopback: bool = False
     seed: int | None = None
-    args: tuple[str, ...] = field(default=(), converter=tuple)
+    args: tuple[str, ...] = field(default=(), converter=_words)
     env: Mapping[str, str] = field(factory=dict, converter=_own, hash=False)
     cwd: str = "/"
 
@@ -88,6 +97,29 @@ class ReferenceEngine:
     def imported_environment(self) -> Mapping[str, str]:
         """Return nothing: a start method is an argument here, or there is no such template."""
         return {}
+
+    @property
+    def exports(self) -> bool:
+        """Return whether its weights come from a checkpoint."""
+        return self.weights is not None
+
+    def start_files(self, environ: Mapping[str, str]) -> Mapping[str, bytes]:  # noqa: ARG002  nothing depends on it
+        """Read the header of the checkpoint, which has the shapes.
+
+        Raises:
+            AdmissionError: It cannot be read.
+        """
+        return {WEIGHTS_FILE: header_of(Path(self.weights or ""))}
+
+    def checkpoint(self, environ: Mapping[str, str]) -> str:  # noqa: ARG002
+        """Return the file of the checkpoint."""
+        return os.path.abspath(self.weights or "")
+
+    def with_start_files(self, argv: Sequence[str], directory: str) -> tuple[str, ...]:
+        """Return the command with another ``--weights``."""
+        placed = list(argv)
+        placed[placed.index("--weights") + 1] = f"{directory}/{WEIGHTS_FILE}"
+        return tuple(placed)
 
     def eager(self) -> Self:
         """Return the same engine: it has no graphs."""

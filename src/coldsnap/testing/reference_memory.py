@@ -12,14 +12,17 @@ import torch
 from safetensors import safe_open
 
 from coldsnap.artifact.extents import Allocation
+from coldsnap.engines.ordered import ordered
 from coldsnap.engines.rank import Operation
 from coldsnap.engines.weights.digests import digests_of, ends_of
+from coldsnap.engines.weights.load_record import LoadRecord
 from coldsnap.engines.weights.observe import LoadObserver
 from coldsnap.engines.weights.split import Split, split
 from coldsnap.engines.weights.worker import WorkerMemory
+from coldsnap.errors import ContractError
 from coldsnap.testing.checkpoint import HIDDEN
 from coldsnap.transfer.memory import HostMemory
-from coldsnap.transfer.safetensors import Stored, index
+from coldsnap.transfer.safetensors import index, read_header
 
 __all__ = ["ReleasableModel"]
 
@@ -47,7 +50,7 @@ class ReleasableModel(torch.nn.Module):  # type: ignore[misc]  # torch is not th
         super().__init__()
         self.memory = HostMemory()
         self.noise = noise
-        stored = index([path])
+        stored = {one.name: one for one in read_header(path, whole=False)}
         names = sorted(stored)
         sizes = [-(-stored[name].length // _ALIGNMENT) * _ALIGNMENT for name in names]
         self._weights = self.memory.allocate(sum(sizes) + _ROW_BYTES, tag="weights")
@@ -61,19 +64,27 @@ class ReleasableModel(torch.nn.Module):  # type: ignore[misc]  # torch is not th
             at += size
         scales = self._all[at : at + _ROW_BYTES].view(torch.float32)
         self.register_buffer("scales", scales)
-        self._load(path, stored)
+        self._record: LoadRecord | None = None
+        self._load(path)
         scales.copy_(torch.linspace(0.9, 1.1, HIDDEN) * scale)
         self._copy = self._all.clone() if hoard else None
         self._cached: dict[str, int] = {}
         self._next = 0
 
-    def _load(self, path: str, stored: Mapping[str, Stored]) -> None:
-        parameters = dict(self.named_parameters())
+    def _load(self, path: str) -> None:
+        directive = ordered.directive
+        if directive is not None and directive.provider == "native":
+            ordered.start(self, directive)
+            return
+        if directive is not None and directive.checkpoint is not None:
+            path = directive.checkpoint.path
+        stored, parameters = index([path]), dict(self.named_parameters())
         with LoadObserver(self) as observer, safe_open(path, framework="pt") as file:
             tensors = ((name, file.get_tensor(name)) for name in sorted(stored))
             for name, tensor in observer.bound(tensors, stored):
                 parameters[name].copy_(tensor)
         self._record = observer.record
+        ordered.loaded(self, observer.record)
 
     def operations(self) -> Mapping[str, Operation]:
         """Return what the worker's rank answers about its memory."""
@@ -81,6 +92,8 @@ class ReleasableModel(torch.nn.Module):  # type: ignore[misc]  # torch is not th
         return {**worker.operations(), "digests": digests_of(lambda: self)}
 
     def _split(self) -> Split:
+        if self._record is None:
+            raise ContractError("nothing of a load was seen in an engine that was started from a pack")
         settled = self._record.settle(self)
         regions = self.memory.regions("weights")
         allocations = [Allocation(address=one.address, size=one.size_bytes, region=one.tag) for one in regions]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
+import mmap
 import multiprocessing
 import os
 import signal
@@ -254,12 +255,15 @@ def serve(options: argparse.Namespace) -> None:
         listener.close()
     front = FrontEnd(channel, worker, pair)
     listeners = [_listen_unix(name) for name in options.listen_unix]
+    blank = _zeros(options.zero_bytes)
     start_rank("api", {**front.operations(), **({"tidy": _refuse} if options.untidy else {})})
     with Server((options.host, options.port), Handler) as server:
         server.front, server.model = front, options.model
         server.serve_forever(poll_interval=POLL_S)
     for each in listeners:
         each.close()
+    for memory in blank:
+        memory.close()
 
 
 def _listen_unix(name: str) -> socket.socket:
@@ -267,6 +271,16 @@ def _listen_unix(name: str) -> socket.socket:
     listener.bind(f"\0{name[1:]}" if name.startswith("@") else name)
     listener.listen()
     return listener
+
+
+def _zeros(size_bytes: int) -> list[mmap.mmap]:
+    """Return private memory into which zeros were written: an engine's caches before their first use."""
+    if not size_bytes:
+        return []
+    found = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for at in range(0, size_bytes, mmap.PAGESIZE):
+        found[at] = 0
+    return [found]
 
 
 def _refuse(_request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -283,7 +297,9 @@ def main() -> None:
     parser.add_argument("--weights-seed", type=int, default=0)
     parser.add_argument("--weights-bytes", type=int, default=1 << 20)
     parser.add_argument("--weights", help="a safetensors file, loaded into memory that can be released")
+    parser.add_argument("--load-format", choices=["auto", "coldsnap"], default="auto", help="as vLLM's")
     parser.add_argument("--kv-bytes", type=int, default=1 << 20)
+    parser.add_argument("--zero-bytes", type=int, default=0, help="hold so much memory that was filled with zeros")
     parser.add_argument("--hoard", action="store_true", help="keep a second copy of the weights that nothing releases")
     parser.add_argument("--untidy", action="store_true", help="refuse to give unused memory back before a capture")
     parser.add_argument("--loopback", action="store_true")

@@ -126,10 +126,11 @@ def load(options: argparse.Namespace) -> tuple[Generator, Mapping[str, Operation
     """Return the model, and what its rank answers beyond what every rank does."""
     if options.weights is None:
         return Model(options.weights_seed, options.weights_bytes, noise=options.noise), {}
+    from coldsnap.engines.ordered import ordered  # noqa: PLC0415
     from coldsnap.testing.reference_memory import ReleasableModel  # noqa: PLC0415  it imports torch
 
     model = ReleasableModel(options.weights, options.kv_bytes, noise=options.noise, hoard=options.hoard)
-    return model, model.operations()
+    return model, {**model.operations(), **ordered.operations()}
 
 
 class Generator(Protocol):

@@ -23,6 +23,7 @@ __all__ = ["DTYPE_BYTES", "HEADER_LIMIT_BYTES", "Stored", "index", "read_header"
 HEADER_LIMIT_BYTES = 256 << 20
 
 _LENGTH_BYTES = 8
+_ANY_BYTES = 1 << 63
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
@@ -64,8 +65,12 @@ def index(paths: Iterable[str | os.PathLike[str]]) -> dict[str, Stored]:
     return found
 
 
-def read_header(path: str | os.PathLike[str]) -> tuple[Stored, ...]:
+def read_header(path: str | os.PathLike[str], *, whole: bool = True) -> tuple[Stored, ...]:
     """Read where the tensors of one file lie, in the order of the header.
+
+    Args:
+        path: The file.
+        whole: Whether the tensors are in it, too, and not the header alone.
 
     Raises:
         FormatError: The header is too long, is not one, or does not describe this file (safetensors.1 to .3).
@@ -82,6 +87,8 @@ def read_header(path: str | os.PathLike[str]) -> tuple[Stored, ...]:
             found = f"a header of {length} bytes in a file of {status.st_size}, at most {HEADER_LIMIT_BYTES} are read"
             raise FormatError(found, path=path, rule="safetensors.1")
         entries = _decode(file.read(length), path)
+    if not whole:
+        data_bytes = _ANY_BYTES
     stored = [
         _stored(name, entry, path, _LENGTH_BYTES + length, data_bytes)
         for name, entry in entries.items()

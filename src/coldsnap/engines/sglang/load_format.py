@@ -14,10 +14,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from coldsnap.engines.ordered import LOAD_FORMAT, ordered
 from coldsnap.engines.settings import setting
 from coldsnap.engines.sglang.hooking import Hook
 from coldsnap.engines.sglang.loading import loads
-from coldsnap.engines.vllm.ordered import LOAD_FORMAT, ordered
 from coldsnap.errors import ContractError
 
 __all__ = ["LOAD_FORMAT", "announce", "hooks"]

@@ -43,6 +43,7 @@ def hook_worker(directive_path: str) -> Mapping[str, Operation]:
     Raises:
         ContractError: SGLang lacks what the plugin hooks.
     """
+    from coldsnap.engines.ordered import ordered  # noqa: PLC0415
     from coldsnap.engines.sglang import load_format  # noqa: PLC0415
     from coldsnap.engines.sglang.agreement import over_group  # noqa: PLC0415
     from coldsnap.engines.sglang.arrivals import Arrivals  # noqa: PLC0415
@@ -52,7 +53,6 @@ def hook_worker(directive_path: str) -> Mapping[str, Operation]:
     from coldsnap.engines.sglang.scheduler import Scheduler  # noqa: PLC0415
     from coldsnap.engines.sglang.updating import Updates  # noqa: PLC0415
     from coldsnap.engines.sglang.worker import Resident  # noqa: PLC0415
-    from coldsnap.engines.vllm.ordered import ordered  # noqa: PLC0415
 
     directory = os.path.dirname(directive_path)
 

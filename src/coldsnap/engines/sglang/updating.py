@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from coldsnap.engines.ordered import LOAD_FORMAT
 from coldsnap.engines.sglang.hooking import Hook
 from coldsnap.engines.sglang.worker import Resident
-from coldsnap.engines.vllm.ordered import LOAD_FORMAT
 
 __all__ = ["Updates"]
 

@@ -217,7 +217,7 @@ CONTRACT: tuple[Requirement, ...] = (
         calls=("get_all_weights", "load_weights"),
         why="is the load that is observed",
     ),
-    # The load format of a fresh start: load_format.py, ordered.py
+    # The load format of a fresh start: load_format.py
     Requirement(
         module="model_executor.model_loader",
         name="register_model_loader",

@@ -6,6 +6,7 @@ its command line, its HTTP front end and the control sockets of its ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
@@ -19,6 +20,7 @@ from coldsnap.engines.described import DescribedEngine, with_item, without_expan
 from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.settings import check_user_environment
+from coldsnap.engines.start_files import start_files
 from coldsnap.engines.vllm import arguments, contract
 from coldsnap.errors import UnsupportedError
 from coldsnap.keeper.directive import Endpoint
@@ -139,6 +141,33 @@ class VLLM(DescribedEngine):
         """
         version = environment.versions.get("vllm", "")
         contract.report(environment.packages["vllm"], version=version).require()
+
+    @property
+    def exports(self) -> bool:
+        """Return True: every model of vLLM has a checkpoint."""
+        return True
+
+    def start_files(self, environ: Mapping[str, str]) -> Mapping[str, bytes]:
+        """Read what vLLM needs to start besides tensors.
+
+        Raises:
+            AdmissionError: A file is missing or cannot be read.
+        """
+        return start_files(self.model_directory(environ))
+
+    def checkpoint(self, environ: Mapping[str, str]) -> str:
+        """Return the directory of the model."""
+        return os.path.abspath(self.model_directory(environ))
+
+    def with_start_files(self, argv: Sequence[str], directory: str) -> tuple[str, ...]:
+        """Return the command with another ``--model``, under the name that it had in the API."""
+        placed = list(argv)
+        placed[placed.index("--model") + 1] = directory
+        if self.revision is not None:
+            at = placed.index("--revision")
+            del placed[at : at + 2]
+        named = () if self.served_model_name is not None else ("--served-model-name", self.served_model)
+        return (*placed, *named)
 
     def launch_command(self, endpoint: Endpoint, *, environ: Mapping[str, str], gpu: bool = False) -> LaunchCommand:
         """Return what the keeper starts.

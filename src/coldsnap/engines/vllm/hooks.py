@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from coldsnap.engines.ordered import ordered
 from coldsnap.engines.rank import Operation
 from coldsnap.engines.settings import setting
 from coldsnap.engines.vllm.imports import after_import
 from coldsnap.engines.vllm.load_format import MODEL_LOADER, register_load_format
 from coldsnap.engines.vllm.loading import DEFAULT_LOADER, is_asked_for, loads
-from coldsnap.engines.vllm.ordered import ordered
 from coldsnap.engines.vllm.worker import resident
 
 __all__ = ["SLEEP_BACKEND", "hook_worker", "register_sleep_backend"]

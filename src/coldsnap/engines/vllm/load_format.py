@@ -6,10 +6,12 @@ between the two is ours.
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
 from typing import Any
 
-from coldsnap.engines.vllm.ordered import LOAD_FORMAT, ordered
+from coldsnap.engines.ordered import LOAD_FORMAT, ordered
+from coldsnap.keeper.directive import Directive
 
 __all__ = ["MODEL_LOADER", "register_load_format"]
 
@@ -31,6 +33,20 @@ def register_load_format(module: ModuleType) -> None:
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             """Fill a model that was made."""
-            ordered.load(self, model, model_config)
+            directive = ordered.order()
+            if directive.provider == "native":
+                ordered.start(model, directive)
+            else:
+                _from_checkpoint(module, self.load_config, model, model_config, directive)
 
     module.register_model_loader(LOAD_FORMAT)(ColdSnapLoader)
+
+
+def _from_checkpoint(module: ModuleType, load_config: Any, model: Any, model_config: Any, directive: Directive) -> None:
+    checkpoint = ordered.checkpoint(directive)
+    # Copies: what the engine says about itself, and caches by, stays what it was started with.
+    load_config, there = copy.copy(load_config), copy.copy(model_config)
+    load_config.load_format = checkpoint.load_format
+    there.model, there.revision = checkpoint.path, None
+    module.get_model_loader(load_config).load_weights(model, there)
+    ordered.loaded_from(checkpoint.path, directive)

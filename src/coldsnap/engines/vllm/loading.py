@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
+from coldsnap.engines.ordered import ordered
 from coldsnap.engines.settings import setting
-from coldsnap.engines.vllm.ordered import ordered
 from coldsnap.errors import ContractError
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ error; a worker that serves other weights than those it was told to has no excus
 
 from __future__ import annotations
 
-import copy
 import sys
 import weakref
 from collections.abc import Mapping
@@ -32,9 +31,15 @@ class Ordered:
         self._model: Any = None  # a weak reference to the one that the order was about
         self._report: Mapping[str, Any] = {"skipped": True}
 
+    @property
+    def directive(self) -> Directive | None:
+        """Return the directive, None in a process that this library did not launch."""
+        path = directive_path()
+        return None if path is None else read_directive(path)
+
     def exports(self) -> bool:
         """Tell whether the directive asks for what a load leaves."""
-        return (directive := _directive()) is not None and directive.export is not None
+        return (directive := self.directive) is not None and directive.export is not None
 
     def operations(self) -> Mapping[str, Operation]:
         """Return what a rank answers about its ordered load."""
@@ -47,7 +52,7 @@ class Ordered:
             model: What was loaded a moment ago.
             seen: What the load was seen to copy.
         """
-        directive = _directive()
+        directive = self.directive
         if directive is None or directive.export is None or self._is_done(model):
             return
         from coldsnap.engines.weights.exporting import export  # noqa: PLC0415  torch is there once a model is
@@ -56,42 +61,15 @@ class Ordered:
         request = directive.export.request(_worker())
         self._report = export(model, seen, read_request(ReleaseRequest, request))
 
-    def load(self, loader: Any, model: Any, model_config: Any) -> None:
-        """Do a load of the format ``coldsnap``.
-
-        Args:
-            loader: vLLM's loader of that format.
-            model: What it is for, its parameters allocated.
-            model_config: vLLM's configuration of the model.
-
-        Raises:
-            ContractError: The directive does not say where the weights come from.
-        """
-        directive = self.order()
-        if directive.provider == "native":
-            self.start(model, directive)
-        else:
-            self._from_checkpoint(loader, model, model_config, directive)
-
-    def order(self) -> Directive:
-        """Return what a load of the format ``coldsnap`` goes by.
-
-        Raises:
-            ContractError: This library did not start the engine.
-        """
-        if (directive := _directive()) is None:
-            raise ContractError(f"--load-format {LOAD_FORMAT} belongs to engines that this library starts; use auto")
-        return directive
-
     def start(self, model: Any, directive: Directive) -> None:
-        """Bring the weights of a pack.
+        """Fill a model from the pack that the directive names; a reload of the same model changes nothing.
 
         Args:
-            model: What they are for, its parameters allocated.
-            directive: Says where they are.
+            model: Its parameters are allocated.
+            directive: With the provider native.
 
         Raises:
-            ContractError: It does not.
+            ContractError: It says nothing of this worker.
         """
         from coldsnap.engines.weights.fresh import StartRequest, start  # noqa: PLC0415
         from coldsnap.engines.weights.requests import read_request  # noqa: PLC0415
@@ -104,24 +82,22 @@ class Ordered:
         try:
             request = directive.hydration.request(worker)
         except KeyError:
-            raise ContractError(
-                f"the directive's hydration says nothing of {worker}; start as many as captured"
-            ) from None
+            told = f"the directive's hydration says nothing of {worker}; start as many workers as were captured"
+            raise ContractError(told) from None
         if self._is_done(model):
-            return  # a reload: what serves is what was brought
+            return
         self._report = start(model, read_request(StartRequest, request), worker=worker)
         _log(f"{worker} has its weights: {self._report['matched']['extents']} extents from the pack")
 
-    def _from_checkpoint(self, loader: Any, model: Any, model_config: Any, directive: Directive) -> None:
-        from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415  only the engine's has it
+    def order(self) -> Directive:
+        """Return what a load of the format ``coldsnap`` goes by.
 
-        checkpoint = self.checkpoint(directive)
-        # Copies: what the engine says about itself, and caches by, stays what it was started with.
-        load_config, there = copy.copy(loader.load_config), copy.copy(model_config)
-        load_config.load_format = checkpoint.load_format
-        there.model, there.revision = checkpoint.path, None
-        get_model_loader(load_config).load_weights(model, there)
-        self.loaded_from(checkpoint.path, directive)
+        Raises:
+            ContractError: This library did not start the engine.
+        """
+        if (directive := self.directive) is None:
+            raise ContractError(f"--load-format {LOAD_FORMAT} belongs to engines that this library starts; use auto")
+        return directive
 
     def checkpoint(self, directive: Directive) -> Checkpoint:
         """Return the checkpoint that a directive names.
@@ -136,12 +112,8 @@ class Ordered:
     def loaded_from(self, path: str, directive: Directive) -> None:
         """Report that the weights came from a checkpoint, unless there is more to report."""
         if "task" not in self._report:
-            self._report = {
-                "task": "recover",
-                "worker": _worker(),
-                "provider": "recovery" if directive.provider == "recovery" else "checkpoint",
-                "model": path,
-            }
+            told = "recovery" if directive.provider == "recovery" else "checkpoint"
+            self._report = {"task": "recover", "worker": _worker(), "provider": told, "model": path}
 
     def _is_done(self, model: Any) -> bool:
         """Tell whether the order was carried out for this model already.
@@ -154,11 +126,6 @@ class Ordered:
             raise ContractError("this worker loads a second model, and only one can be exported or started from a pack")
         self._model = weakref.ref(model)
         return done is model
-
-
-def _directive() -> Directive | None:
-    path = directive_path()
-    return None if path is None else read_directive(path)
 
 
 def _worker() -> str:
