@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         development = evolve(spec, env={**spec.env, "VLLM_SERVER_DEV_MODE": "1"}, args=smaller_cache(spec.args))
         development = development if gpu else spec
         baseline: Baseline | None = sleep_and_reload if gpu else None
-        rival = by_hand(spec, work, options) if gpu else ()
+        rival = by_hand(spec, work, options) if gpu and options.by_hand else ()
         result = qualification.run(baseline=baseline, baseline_spec=development, by_hand=rival)
     print(table(result))
     if options.plot:
@@ -128,6 +128,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_arguments(parser)
     parser.add_argument("--model", help="directory of a model; without it a tiny one is made")
+    parser.add_argument("--by-hand", action=argparse.BooleanOptionalAction, default=True, help="the rival, on a GPU")
     parser.add_argument("--weights", choices=("auto", "native", "image"), default="auto", help="weights.mode")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment of vLLM")
     parser.add_argument("engine_args", nargs="*", metavar="-- VLLM_ARGUMENT", help="arguments of vLLM")

@@ -6,7 +6,7 @@ import json
 import torch
 from torch import nn
 
-from coldsnap.engines.weights.digests import digest_of, digests_of
+from coldsnap.engines.weights.digests import digest_of, digests_of, staged
 
 
 class Model(nn.Module):
@@ -47,6 +47,8 @@ print(
             "retyped": digest_of(plain.view(torch.int32)),
             "meta": digest_of(torch.empty(4, device="meta")),
             "empty": digest_of(torch.empty(0)),
+            "staged": [bytes(piece).hex() for piece in staged(torch.arange(10, dtype=torch.uint8), 4)],
+            "staged_nothing": list(staged(torch.empty(0, dtype=torch.uint8))),
         }
     )
 )

@@ -40,3 +40,8 @@ def test_an_answer_of_many_tensors_comes_in_pages_that_fit_into_a_reply(told):
 
 def test_a_rank_that_has_no_model_yet_skips_it(told):
     assert told["before"] == {"skipped": True}
+
+
+def test_bytes_of_a_device_come_in_pieces_through_pages_that_are_given_back(told):
+    assert told["staged"] == ["00010203", "04050607", "0809"]
+    assert told["staged_nothing"] == []

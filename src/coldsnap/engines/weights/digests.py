@@ -7,7 +7,8 @@ device, and of no padding; so that memory that was filled in another way is comp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ __all__ = ["NO_MEMORY", "digest_of", "digests_of", "ends_of"]
 NO_MEMORY = "no plain memory"
 """Instead of a digest: a tensor on the meta device, or a sparse one."""
 
-_CHUNK_BYTES: Final = 64 << 20  # more than what a C library's heap would keep when it is freed
+_CHUNK_BYTES: Final = 64 << 20
 _THREADS: Final = 8
 # One page of the answer fits into a reply of a rank (64 KiB): each entry is its name, its digest, and punctuation.
 _PAGE_BYTES: Final = 48 << 10
@@ -53,9 +54,35 @@ def digest_of(tensor: Any) -> str:
         return NO_MEMORY
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    for piece in plain.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
-        found.update(piece.cpu().numpy())
+    flat = plain.reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        found.update(flat.numpy())
+    else:
+        for piece in staged(flat):
+            found.update(piece)
     return found.hexdigest()
+
+
+def staged(flat: Any, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor through memory that is gone afterwards; a piece is valid until the next one.
+
+    A copy on the heap would stay there after it was freed, 12 of 100 samples of a model were found so in an image.
+
+    Args:
+        flat: One dimension, of bytes.
+        chunk_bytes: Most of a piece.
+    """
+    if not flat.numel():
+        return
+    pages = mmap.mmap(-1, min(flat.numel(), chunk_bytes))
+    try:
+        into = torch.frombuffer(pages, dtype=torch.uint8)
+        for piece in flat.split(chunk_bytes):
+            into[: piece.numel()].copy_(piece)
+            with memoryview(pages) as whole, whole[: piece.numel()] as view:
+                yield view
+    finally:
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 def ends_of(model: Any, most_bytes: int) -> Mapping[str, str]:

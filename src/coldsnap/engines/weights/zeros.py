@@ -1,7 +1,7 @@
 """What is zero need not be stored: memory that comes back is zeroed before anything is brought to it.
 
-An engine keeps state beside its weights that is mostly empty: vLLM's sampler counts tokens of 1,024 requests over the
-whole vocabulary, 0.6 GB, and allocates the counts among the weights.
+An engine keeps state beside its weights that is mostly empty: vLLM's sampler counts the tokens of 1,024 requests over
+the whole vocabulary, 0.6 GB among the weights, and each of the rows has a few.
 
 The one rule: what a load wrote is left alone, whatever it holds. A pack depends on the model and on nothing else.
 """
@@ -19,10 +19,10 @@ from coldsnap.engines.weights.split import Split
 
 __all__ = ["without_zeros"]
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 64 << 10
 """Zeros are looked for in whole chunks; a tail is looked at as it is."""
 
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = 128 << 10
 """A shorter run stays in the residual: reading it costs less than naming it."""
 
 _ZERO = bytes(CHUNK_BYTES)
