@@ -7,6 +7,7 @@ the one that keeps the workload alive.
 from __future__ import annotations
 
 import secrets
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -210,7 +211,7 @@ class Session:
         try:
             if self.cuda is not None:
                 # First of all: processes that are locked or checkpointed cannot serve, whatever else is undone.
-                self.cuda.close()
+                bring_back(keeper, self.cuda)
             done = keeper.abort() if keeper.in_flight else ()
             status = keeper.status() if self.serving else None
             memory = self._told_of_memory(Ranks(keeper.rank_dir)) if self.plan.operation == "wake" else ""
@@ -270,3 +271,16 @@ class Session:
     def close(self) -> None:
         """Release everything that the steps acquired."""
         self.stack.close()
+
+
+def bring_back(keeper: Keeper, cuda: CudaHelper) -> None:
+    """Have everything brought back that a CUDA helper has locked or checkpointed, in a tree that may stand still.
+
+    Args:
+        keeper: Of the tree.
+        cuda: Its helper; closed afterwards.
+    """
+    if keeper.status().state == "stopped":
+        # A thread of each process does it, for which the process must run; a dump leaves all of them stopped.
+        keeper.signal(signal.SIGCONT, whom="tree")
+    cuda.close()

@@ -34,6 +34,8 @@ class FakeDriver:
         self.calls, self.moves = [], []
 
     def state(self, pid):
+        while stands_still(pid):
+            time.sleep(0.01)  # as the driver does: a thread of the process has to answer
         if pid not in self.states:
             raise CudaFailure("cuCheckpointProcessGetState: invalid argument (1)", status=1)
         return self.states[pid]
@@ -73,6 +75,15 @@ class FakeDriver:
         if self.states[pid] != BEFORE[op]:
             raise CudaFailure(f"cuCheckpointProcess: illegal state {self.states[pid]} (401)", status=401)
         self.states[pid] = fault if isinstance(fault, str) else NEXT[op]
+
+
+def stands_still(pid):
+    """Tell whether a process is stopped."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def open_driver():

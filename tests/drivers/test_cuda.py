@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from coldsnap.drivers.devices import moves_to, needs_by_ordinal, with_hydration
 from coldsnap.drivers.tree_record import TREE, HeldDevice, TreeRecord, read_tree_record, write_tree_record
 from coldsnap.errors import DriverError, FormatError, StepTimeout
 from coldsnap.host.facts import GpuFacts
-from coldsnap.session import Session
+from coldsnap.keeper.undo import CONTINUE
+from coldsnap.session import Session, bring_back
 from coldsnap.steps import CheckpointCuda, LockCuda, RestoreCuda
 
 A = B = C = 0  # pids of processes that exist: a rollback continues them
@@ -463,6 +465,40 @@ class TestUnderAKeeper:
             accelerating.lock(session, LockCuda(id="lock-cuda", devices=(0,), timeout_s=20))
 
         session.cuda.close()
+        assert ask(port)
+
+    def checkpointed(self, lab):
+        """A tree whose CUDA state is in host memory, left standing still as a dump leaves it."""
+        keeper, port = lab.launch()
+        root = keeper.status().root_pid
+        helper = self.start(lab, keeper, root)
+        helper.lock([root], timeout_s=20)
+        helper.checkpoint(timeout_s=20)
+        keeper.signal(signal.SIGSTOP, whom="tree")
+        return keeper, port, root, helper
+
+    def calls(self, lab):
+        return [line.split()[0] for line in (lab.directory / "cuda.log").read_text().splitlines()]
+
+    def test_a_tree_that_stands_still_runs_before_its_cuda_state_is_brought_back(self, lab):
+        keeper, port, _, helper = self.checkpointed(lab)
+
+        bring_back(keeper, helper)
+
+        assert self.calls(lab) == ["lock", "checkpoint", "restore", "unlock"]
+        assert keeper.status().state == "running"
+        assert ask(port)
+
+    def test_so_it_does_when_the_caller_ends_in_the_middle(self, lab):
+        keeper, port, _, helper = self.checkpointed(lab)
+        keeper.begin("capture", [CONTINUE])
+
+        helper._connection.close()  # what the end of a caller does
+        undone = keeper.abort()
+
+        assert undone == ("let the tree continue",)
+        assert self.calls(lab) == ["lock", "checkpoint", "restore", "unlock"]
+        assert keeper.wait_helper(helper._pid, timeout_s=1) == 0
         assert ask(port)
 
     def test_a_device_that_is_open_after_the_checkpoint_is_named_and_the_tree_runs_on(self, lab, device):

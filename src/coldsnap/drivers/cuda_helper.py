@@ -110,9 +110,10 @@ class _Server:
         return problems
 
     def _release(self, pid: int) -> None:
+        # A thread of the process itself does what the driver is asked for, telling the state included: on an H200 the
+        # question alone hung for a process that a dump had left stopped.
+        os.kill(pid, signal.SIGCONT)
         if (state := self._driver.state(pid)) == CHECKPOINTED:
-            # Restoring is work that a thread of the process itself does: one that a dump left stopped must run first.
-            os.kill(pid, signal.SIGCONT)
             self._driver.restore(pid, self._moves)
             state = self._driver.state(pid)
         if state == LOCKED:

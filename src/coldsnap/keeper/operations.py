@@ -38,6 +38,7 @@ class _InFlight:
         self.owner: int | None = owner
         self.entries = entries
         self.undoing: str | None = None  # why
+        self.continued = False
         self.patience = 0.0
 
     @property
@@ -105,8 +106,10 @@ class Operations:
         if self._stop_at is not None and (now >= self._stop_at or not self.tree.running):
             self._finish("stopped")
         flight = self._flight
-        if self.finish is None and flight is not None and flight.undoing is not None and self._may_undo(flight, now):
-            self._undo_now(flight, flight.undoing)
+        if self.finish is None and flight is not None and flight.undoing is not None:
+            self._continue_early(flight)
+            if self._may_undo(flight, now):
+                self._undo_now(flight, flight.undoing)
         if self.finish is None and self._flight is None:
             if self.tree.exit is not None:
                 self._finish("exited")
@@ -124,6 +127,14 @@ class Operations:
         except OSError as error:  # a filesystem without holes
             sys.stderr.write(f"the engine's log cannot be shortened, and grows: {error}\n")
             self._log_at = math.inf
+
+    def _continue_early(self, flight: _InFlight) -> None:
+        # A process must run while its CUDA state is brought back: a thread of its own does that (cuCheckpointProcess*).
+        # What CRIU is at work on is CRIU's until it ends.
+        if flight.continued or undo.CONTINUE not in flight.entries or self.tree.living_helpers("criu"):
+            return
+        flight.continued = True
+        self._run(undo.CONTINUE)
 
     def _may_undo(self, flight: _InFlight, now: float) -> bool:
         return flight.kills or now >= flight.patience or not self.tree.living_helpers()
@@ -281,7 +292,7 @@ class Operations:
             dict(zip(numbers, received, strict=True)),
             deny_io_uring=False,
         )
-        return {"pid": self.tree.add_helper(_launch(job), caller)}
+        return {"pid": self.tree.add_helper(_launch(job), caller, name)}
 
     def _wait_helper(self, _caller: int, _received: list[int], pid: int, timeout_s: float) -> Answer:
         helper = self.tree.helpers.get(pid)

@@ -30,8 +30,9 @@ class Process(NamedTuple):
 class Helper:
     """A helper and its end: ``exit`` is an exit code, or minus a signal, None while it runs."""
 
-    def __init__(self, owner: int) -> None:
+    def __init__(self, owner: int, name: str) -> None:
         self.owner = owner
+        self.name = name
         self.exit: int | None = None
         self.until: float | None = None  # on the monotonic clock, once its owner is gone
 
@@ -123,14 +124,14 @@ class Tree:
             raise LookupError(f"process {pid} ({process.comm}) is {found}; expected a child of the keeper")
         self.root, self.exit, self.since_unix_ns = pid, None, time.time_ns()
 
-    def add_helper(self, pid: int, owner: int) -> int:
+    def add_helper(self, pid: int, owner: int, name: str) -> int:
         """Take a child of this process for a helper of a connection."""
-        self.helpers[pid] = Helper(owner)
+        self.helpers[pid] = Helper(owner, name)
         return pid
 
-    def living_helpers(self) -> list[int]:
-        """Return the helpers that run."""
-        return [pid for pid, helper in self.helpers.items() if helper.exit is None]
+    def living_helpers(self, prefix: str = "") -> list[int]:
+        """Return the helpers that run, those whose name begins so."""
+        return [pid for pid, one in self.helpers.items() if one.exit is None and one.name.startswith(prefix)]
 
     def leave_helpers(self, owner: int, until: float) -> None:
         """Let the helpers of a connection that is gone run no longer than ``until``."""
