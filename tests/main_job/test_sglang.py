@@ -88,11 +88,13 @@ def restored(run, artifact, port, expected, *, times):
             assert 0 < report.answer_s <= report.timeline.seconds
 
 
-def test_one_rank_comes_back_with_its_weights_in_the_image_and_out_of_a_pack(
-    model, sglang_python, tmp_path, free_ports, run
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_comes_back_with_its_weights_in_the_image_and_out_of_packs(
+    ranks, model, sglang_python, tmp_path, free_ports, run
 ):
     first, second = free_ports(2)
-    spec = cs.SGLang(model, args=(*ARGS, "--enable-memory-saver"), python=sglang_python)
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks)}  # one NUMA node for all of them
+    spec = cs.SGLang(model, args=(*ARGS, "--enable-memory-saver", "--tp", str(ranks)), python=sglang_python, env=env)
     began_s = time.monotonic()
     launched = run(cs.Launch(spec, placement=cs.local(port=first)), **{"weights.mode": "native"})
     cold_s = time.monotonic() - began_s
@@ -100,17 +102,20 @@ def test_one_rank_comes_back_with_its_weights_in_the_image_and_out_of_a_pack(
         expected = said(original)
         image = run(cs.Capture(original, output=tmp_path / "image", then="keep"), **{"weights.mode": "image"})
         assert image.workload == "the engine serves on"
+        within = cs.Artifact.open(tmp_path / "image")
+        restored(run, within, second, expected, times=1)  # beside the living original
         assert said(original) == expected
         native = run(cs.Capture(original, output=tmp_path / "native"))
     assert native.workload == "the engine was stopped after the commit"
 
-    within, outside = (cs.Artifact.open(tmp_path / name) for name in ("image", "native"))
+    outside = cs.Artifact.open(tmp_path / "native")
     assert (within.descriptor.weights.kind, outside.descriptor.weights.kind) == ("image", "packs")
+    assert [len(one.descriptor.topology.workers) for one in (within, outside)] == [ranks, ranks]
     assert outside.size_bytes["images"] < within.size_bytes["images"] - (5 << 20)
     assert not found_in(outside.path, model)
     assert found_in(within.path, model), "the search would find what is there"
 
-    restored(run, within, second, expected, times=3)
+    restored(run, within, first, expected, times=2)
     restored(run, outside, second, expected, times=2)
     report = run(cs.Restore(outside, placement=cs.local(port=first)))
     print(f"cold start {cold_s:.2f} s, restore to the first token {report.answer_s:.2f} s")
@@ -129,25 +134,15 @@ def found_in(artifact, model):
     return search(sorted(artifact.rglob("pages-*.img")), samples)
 
 
+def workers(engine):
+    """Return the control sockets of the schedulers."""
+    return sorted(path.name for path in (Path(engine.run_dir) / "rank" / "control").glob("worker.*"))
+
+
 def a_dead_scheduler_ends_everything_with_its_name(engine, tmp_path, run):
-    pid = kill_rank(engine.run_dir, "worker")
+    pid = kill_rank(engine.run_dir, workers(engine)[0])
 
     with pytest.raises(cs.ColdSnapError, match=rf"worker \(pid {pid}\) has died|ended"):
         run(cs.Capture(engine, output=tmp_path / "after"))
     assert not (tmp_path / "after").exists()
     assert until(lambda: engine.status().state != "running", "the end of a server without its scheduler")
-
-
-def test_two_ranks_come_back_together(model, sglang_python, tmp_path, free_ports, run):
-    first, second = free_ports(2)
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}  # one NUMA node, two ranks
-    spec = cs.SGLang(model, args=(*ARGS, "--tp", "2"), python=sglang_python, env=env)
-    launched = run(cs.Launch(spec, placement=cs.local(port=first)))
-    with launched.engine as original:
-        expected = said(original)
-        run(cs.Capture(original, output=tmp_path / "artifact", then="keep"))
-        artifact = cs.Artifact.open(tmp_path / "artifact")
-        assert len(artifact.descriptor.topology.workers) == 2
-        restored(run, artifact, second, expected, times=1)  # beside the living original
-        assert said(original) == expected
-    restored(run, artifact, first, expected, times=2)

@@ -56,6 +56,8 @@ class Engine(Protocol):
     """A specification of an engine: ``VLLM``, ``SGLang``, or the reference engine of the tests."""
 
     kind: ClassVar[str]
+    names_workers: ClassVar[bool]
+    """Whether each of several workers says which one it is, so that their weights can leave one by one."""
     python: str
     model: str
     args: tuple[str, ...]

@@ -84,8 +84,8 @@ def at_capture(
         UnsupportedError: They are wanted outside the image, and the engine has no memory provider there.
     """
     mode = policy.resolved()["weights.mode"]
-    # The ranks of several workers do not say yet which worker each of them is.
-    provider = engine.memory_provider(gpu=gpu) if engine.world_size == 1 and releasing else None
+    known = engine.world_size == 1 or engine.names_workers
+    provider = engine.memory_provider(gpu=gpu) if known and releasing else None
     where = (
         "as it was launched"
         if not releasing

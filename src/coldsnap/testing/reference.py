@@ -61,6 +61,7 @@ class ReferenceEngine:
     """
 
     kind: ClassVar[str] = "reference"
+    names_workers: ClassVar[bool] = False
     distribution: ClassVar[str] = "torch"
     world_size: ClassVar[int] = 1
     tensor_parallel_size: ClassVar[int] = 1

@@ -48,6 +48,7 @@ class SGLang(DescribedEngine):
     """
 
     kind: ClassVar[str] = "sglang"
+    names_workers: ClassVar[bool] = True
     distribution: ClassVar[str] = "sglang"
     argument_limits: ClassVar[Limits] = arguments.ARGUMENTS
     environment_limits: ClassVar[Limits] = arguments.ENVIRONMENT

@@ -56,6 +56,7 @@ class VLLM(DescribedEngine):
     """
 
     kind: ClassVar[str] = "vllm"
+    names_workers: ClassVar[bool] = False
     distribution: ClassVar[str] = "vllm"
 
     argument_limits: ClassVar[Limits] = arguments.ARGUMENTS
