@@ -37,7 +37,7 @@ from attrs import evolve  # noqa: E402
 
 from make_tiny_model import make_tiny_model  # noqa: E402
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 QUESTION = Question(prompt="Reply with exactly: coldsnap")
 ARGS = ("--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64")

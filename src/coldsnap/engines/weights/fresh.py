@@ -90,7 +90,10 @@ def start(model: Any, asked: StartRequest, *, worker: str) -> Reply:
         derived = {one.name for one in index.tensors if one.role == "buffer"}
         layout = Layout.of(model, derived)
         matched = match(index, manifest, layout)
-    receipts = _fill(matched, manifest, layout, (pack, directory / RESIDUAL), _reading(asked))
+    reading = _reading(asked)
+    receipts = _fill(matched, manifest, layout, (pack, directory / RESIDUAL), reading)
+    if reading.library is not None:
+        reading.library.release()  # its page-locked ring, which nothing reads through again
     return {
         "task": "start",
         "worker": worker,
