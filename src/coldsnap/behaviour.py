@@ -66,7 +66,8 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
     "process.discard": ANY,
     "process.shape_calibration": ("auto", "disabled"),
     "process.artifact_scope": ANY,
-    "process.cache_seed": (False,),
+    "process.cache_seed": ANY,
+    "process.cache_paths": ANY,
     "process.namespace": ANY,
     "process.secrets": ANY,
     "graphs.policy": ("auto", "disabled", "recreate-from-plan"),
@@ -180,6 +181,7 @@ def _capture(resolved: ResolvedPolicy, context: Context) -> _Rows:
         *_weights_of_capture(resolved, context),
         *_scope(resolved, context),
         ("process.shape_calibration", "disabled", calibration),
+        *_seeded(resolved),
         ("process.secrets", resolved["process.secrets"], _SECRETS[resolved["process.secrets"]]),
         ("graphs.policy", *graphs),
         ("io.image_compression", *image_compression(resolved["io.image_compression"])),
@@ -224,6 +226,15 @@ def _in_checkpoint(resolved: ResolvedPolicy, context: Context) -> _Rows:
         *_unused(resolved, ("weights.recovery.enabled",), "the checkpoint is all there is"),
         *_unused(resolved, _WRITING, "CRIU writes the process image itself"),
     ]
+
+
+def _seeded(resolved: ResolvedPolicy) -> _Rows:
+    if not resolved["process.cache_seed"]:
+        return []
+    paths = resolved["process.cache_paths"]
+    where = "those that the policy names" if paths else "those that the engine is launched with, below the managed root"
+    rows = [("process.cache_seed", "true", f"the artifact carries derived caches: {where}")]
+    return [*rows, ("process.cache_paths", _text(paths), "each goes back to where it was")] if paths else rows
 
 
 def _in_image(resolved: ResolvedPolicy, context: Context) -> _Rows:

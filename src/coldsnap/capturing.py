@@ -22,6 +22,7 @@ from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Question, compare
 from coldsnap.engines.argument_limits import last_value
 from coldsnap.engines.base import StartsFromPacks
+from coldsnap.engines.caches import managed
 from coldsnap.engines.endpoint import await_ready, log_tail
 from coldsnap.engines.environment import require_interpreter
 from coldsnap.engines.settings import inherited_environment
@@ -42,6 +43,7 @@ from coldsnap.plan import Plan
 from coldsnap.receipts import Receipt
 from coldsnap.releasing import require_seen
 from coldsnap.sealing import CAPSULE
+from coldsnap.seeding import make_room
 from coldsnap.session import Session
 from coldsnap.starting import template_command
 from coldsnap.steps import (
@@ -184,6 +186,7 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
         ENVIRONMENT: record.to_text(),
         COMMAND: json.dumps({"argv": argv, "environment": environ, "cwd": step.cwd}),
     }
+    make_room([*managed(dict(step.environment)).values()])
     keeper = session.take(Keeper.start(run_dir, namespace=step.namespace, labels=labels))
     keeper.begin(session.plan.operation, [KILL])
     if session.writer is not None:

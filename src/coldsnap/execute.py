@@ -20,6 +20,7 @@ from coldsnap import (
     releasing,
     restoring,
     sealing,
+    seeding,
     shrinking,
     starting,
     warming,
@@ -40,6 +41,7 @@ from coldsnap.steps import (
     AttachEngine,
     AwaitReady,
     CheckpointCuda,
+    CollectCaches,
     CollectPacks,
     CommitArtifact,
     CompareAnswer,
@@ -57,6 +59,7 @@ from coldsnap.steps import (
     OpenArtifact,
     OrderExport,
     OrderHydration,
+    PlantCaches,
     PrefetchWeights,
     ProveTemplate,
     PublishPacks,
@@ -182,6 +185,10 @@ def _act(session: Session, step: Step) -> Receipt:
             return capturing.record_answer(session, step)
         case Quiesce():
             return capturing.quiesce(session, step)
+        case CollectCaches():
+            return seeding.collect(session, step)
+        case PlantCaches():
+            return seeding.plant(session, step)
         case LockCuda():
             return accelerating.lock(session, step)
         case CheckpointCuda():

@@ -13,9 +13,11 @@ from coldsnap.phases import BaseStep, Phase
 
 __all__ = [
     "CheckpointCuda",
+    "CollectCaches",
     "DumpTree",
     "FreezingStep",
     "LockCuda",
+    "PlantCaches",
     "RestoreCuda",
     "ShrinkPages",
     "StageCapsule",
@@ -128,4 +130,41 @@ class UnlockCuda(BaseStep):
     timeout_s: float
 
 
-FreezingStep = LockCuda | CheckpointCuda | DumpTree | ShrinkPages | StageCapsule | ThawTree | RestoreCuda | UnlockCuda
+@frozen(kw_only=True)
+class CollectCaches(BaseStep):
+    """Copy derived caches into the artifact, while the engine is quiet and nothing writes them.
+
+    Attributes:
+        output: The artifact's directory.
+        caches: Name and directory of each.
+    """
+
+    phase: ClassVar[Phase] = "QUIESCE"
+    output: str
+    caches: tuple[tuple[str, str], ...]
+
+
+@frozen(kw_only=True)
+class PlantCaches(BaseStep):
+    """Put derived caches back to where processes map files of them; what is there stays, nothing is replaced.
+
+    Attributes:
+        targets: Their directories.
+    """
+
+    phase: ClassVar[Phase] = "STAGE"
+    targets: tuple[str, ...]
+
+
+FreezingStep = (
+    CollectCaches
+    | PlantCaches
+    | LockCuda
+    | CheckpointCuda
+    | DumpTree
+    | ShrinkPages
+    | StageCapsule
+    | ThawTree
+    | RestoreCuda
+    | UnlockCuda
+)

@@ -103,6 +103,7 @@ def descriptor(session: Session) -> format9.Descriptor:
         capsule=format9.Capsule(units=(_capsule(session, dumped),)),
         graph=_graph(session),
         weights=session.weights or format9.Weights(kind="image" if plan.driver == "n610" else "checkpoint"),
+        cache_seeds=session.seeds,
         acceptance=format9.Acceptance(
             prompt=question.prompt, max_tokens=question.max_tokens, text=answer.text, token_ids=answer.token_ids
         ),

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from attrs import define, field, frozen
 
-from coldsnap.artifact import Artifact, ArtifactWriter, FileRecord, Weights
+from coldsnap.artifact import Artifact, ArtifactWriter, CacheSeed, FileRecord, Weights
 from coldsnap.artifact.tree import Tree
 from coldsnap.describe import short_name
 from coldsnap.drivers.cuda import CudaHelper
@@ -83,6 +83,7 @@ class Session:
         interrupted: Whether the caller does not want to wait any more.
         released: By worker, what a capture has written outside the image.
         weights: The same in the format's words, once it is sealed.
+        seeds: Derived caches that the artifact carries.
         prefetches: What is being read ahead.
         start_files: What an engine starts with that is started anew from packs.
         load_format: What its command said to load with, before the load was ordered.
@@ -108,6 +109,7 @@ class Session:
     sealed: tuple[FileRecord, ...] = ()
     released: Mapping[str, Released] = field(factory=dict)
     weights: Weights | None = None
+    seeds: tuple[CacheSeed, ...] = ()
     prefetches: list[Prefetch] = field(factory=list)
     artifact: Artifact | None = None
     staged: StagedTree | None = None

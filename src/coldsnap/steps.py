@@ -12,9 +12,11 @@ from attrs import frozen
 
 from coldsnap.freezing import (
     CheckpointCuda,
+    CollectCaches,
     DumpTree,
     FreezingStep,
     LockCuda,
+    PlantCaches,
     RestoreCuda,
     ShrinkPages,
     StageCapsule,
@@ -73,6 +75,7 @@ __all__ = [
     "AttachEngine",
     "AwaitReady",
     "CheckpointCuda",
+    "CollectCaches",
     "CollectPacks",
     "CommitArtifact",
     "CompareAnswer",
@@ -92,6 +95,7 @@ __all__ = [
     "OrderExport",
     "OrderHydration",
     "Phase",
+    "PlantCaches",
     "PrefetchWeights",
     "ProveTemplate",
     "PublishPacks",

@@ -10,7 +10,7 @@ import pytest
 from made import descriptor
 
 from coldsnap.artifact import Artifact, ArtifactWriter, CacheSeed
-from coldsnap.artifact.cache_seed import collect_seed, plant_seed
+from coldsnap.artifact.cache_seed import collect_seed, plant_seed, reconcile_seed
 from coldsnap.errors import ArtifactError, IntegrityError
 
 MTIME = 1_700_000_000_123_456_789
@@ -80,3 +80,55 @@ def test_a_seed_without_an_mtime_or_outside_its_directory_breaks_a_rule(tmp_path
                 unit="rank0", name="x", target="/x", path=seed.path, files=(attrs.evolve(seed.files[0], **change),)
             )
         assert "manifest.9" == caught.value.rule
+
+
+def reconciled(tmp_path: Path, cache: Path) -> tuple[Artifact, CacheSeed]:
+    artifact = seeded(tmp_path / "artifact", cache)
+    (seed,) = artifact.descriptor.cache_seeds
+    return artifact, attrs.evolve(seed, target=str(tmp_path / "there" / "inductor"))
+
+
+def test_a_seed_completes_a_cache_and_keeps_what_is_there(tmp_path: Path, cache: Path) -> None:
+    artifact, seed = reconciled(tmp_path, cache)
+    there = Path(seed.target)
+    assert (reconcile_seed(artifact, seed).files, reconcile_seed(artifact, seed).kept) == (2, 2)
+    (there / "deep/plan.json").unlink()
+    (there / "of-another").write_bytes(b"kernel")
+    os.utime(there / "kernel.so", ns=(1, 1))
+
+    planted = reconcile_seed(artifact, seed)
+
+    assert (planted.files, planted.kept, planted.bytes) == (1, 1, len("deep/plan.json"))
+    assert (there / "of-another").read_bytes() == b"kernel"
+    for name in ("kernel.so", "deep/plan.json"):
+        assert (there / name).read_bytes() == name.encode()
+        assert (there / name).stat().st_mtime_ns == MTIME
+        assert (there / name).stat().st_mode & 0o777 == 0o700
+    assert (cache / "kernel.so").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_of_another_content_is_not_replaced(tmp_path: Path, cache: Path) -> None:
+    artifact, seed = reconciled(tmp_path, cache)
+    there = Path(seed.target)
+    there.mkdir(parents=True)
+    for content in (b"longer than it was", b"kernel.sO"):
+        (there / "kernel.so").write_bytes(content)
+        with pytest.raises(ArtifactError, match="is another file"):
+            reconcile_seed(artifact, seed)
+        assert (there / "kernel.so").read_bytes() == content
+    assert not (there / "deep").exists()
+
+
+def test_a_wrong_byte_in_the_artifact_adds_nothing_to_a_cache(tmp_path: Path, cache: Path) -> None:
+    artifact, seed = reconciled(tmp_path, cache)
+    there = Path(seed.target)
+    there.mkdir(parents=True)
+    (there / "of-another").write_bytes(b"kernel")
+    spoilt = artifact.path / next(file.path for file in seed.files if file.path.endswith("kernel.so"))
+    spoilt.write_bytes(b"kernel.sO")
+
+    with pytest.raises(IntegrityError):
+        reconcile_seed(artifact, seed)
+
+    assert "kernel.so" not in {path.name for path in there.rglob("*")}
+    assert not [path for path in there.rglob(".*") if path.is_file()]

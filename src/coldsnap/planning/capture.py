@@ -12,11 +12,13 @@ from coldsnap.behaviour import Context, decide
 from coldsnap.drivers import sequence
 from coldsnap.drivers.image_profile import image_compression
 from coldsnap.engines.base import Engine
+from coldsnap.engines.caches import managed
 from coldsnap.engines.specs import spec_of_running, was_launched_releasing
 from coldsnap.errors import UnsupportedError
 from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.operation import Capture, EngineHandle, Placement
 from coldsnap.plan import Choice, Plan
+from coldsnap.planning.caches import cache_environment, collect_steps, launched_caches
 from coldsnap.planning.launch import launch_steps
 from coldsnap.planning.placing import (
     UNIT,
@@ -72,6 +74,7 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
         driver, why = chosen_driver(policy, facts, unit, workers)
         _require_launched_as_template(driver, why)
         weights, first, subject = _attached(policy, operation.engine, host)
+        caches = launched_caches(weights.resolved, operation.engine.labels, run_dir=operation.engine.run_dir)
         ready_after = "attach"
     else:
         placement = cast("Placement", operation.placement)
@@ -91,6 +94,7 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
             ordered = export_steps(weights.resolved, operation, facts, after="launch") if weights.ordered else None
             first = _as_template(first, held, start, ordered)
             ready_after = "start"
+        caches = managed(cache_environment(weights.resolved, engine))
         subject = f"{engine.kind} {engine.model} on {unit.host}, {unit.address}:{unit.port}"
     refuse_for_driver(policy, driver)
     resolved, store = weights.resolved, store_beside(operation, facts, operation.output)
@@ -111,9 +115,22 @@ def plan_capture(policy: Policy, operation: Capture, facts: Facts) -> Plan:
         steps=(
             AdmitOutput(id="admit-output", output=operation.output),
             *first,
-            *_accepted(operation, ready_after, quiet=driver == "n610" or (weights.native and not weights.ordered)),
-            *_dumped(operation, weights, store, host=host, devices=devices_for(unit, host, workers), driver=driver),
-            *_committed(operation, weights, where=context.weights, driver=driver),
+            *(
+                accepted := _accepted(
+                    operation, ready_after, quiet=driver == "n610" or (weights.native and not weights.ordered)
+                )
+            ),
+            *(seeded := collect_steps(weights.resolved, caches, output=operation.output, after=accepted[-1].id)),
+            *_dumped(
+                operation,
+                weights,
+                store,
+                host=host,
+                devices=devices_for(unit, host, workers),
+                driver=driver,
+                quiet=seeded[-1].id if seeded else "quiesce",
+            ),
+            *_committed(operation, weights, where=context.weights, driver=driver, seeded=bool(seeded)),
         ),
         decisions=(
             driver_decision(driver, why),
@@ -183,18 +200,25 @@ def _accepted(operation: Capture, ready_after: str, *, quiet: bool) -> tuple[Ste
 
 
 def _dumped(
-    operation: Capture, weights: PlacedWeights, store: str, *, host: HostFacts, devices: tuple[int, ...], driver: str
+    operation: Capture,
+    weights: PlacedWeights,
+    store: str,
+    *,
+    host: HostFacts,
+    devices: tuple[int, ...],
+    driver: str,
+    quiet: str,
 ) -> tuple[Step, ...]:
     """Return the steps from a quiet engine to its image, and, where it is kept, back to one that serves."""
     before: tuple[Step, ...] = ()
     if weights.ordered:
         return (ReportLoad(id="report", after=("answer",), task="export", timeout_s=operation.dump_timeout_s),)
     if weights.native:
-        before = (release_step(weights.resolved, operation, store, after="quiesce"),)
+        before = (release_step(weights.resolved, operation, store, after=quiet),)
     if driver == "n580":  # whose image is there already
         return (*before, *_back(operation, weights, after="release")) if before else ()
     image = sequence.capture_steps(
-        after="release" if before else "quiesce",
+        after="release" if before else quiet,
         unit=UNIT,
         criu=criu_path(host),
         devices=devices,
@@ -217,12 +241,17 @@ def _back(operation: Capture, weights: PlacedWeights, *, after: str) -> tuple[St
     return (*back, ResumeEngine(id="resume", after=(after,)))
 
 
-def _committed(operation: Capture, weights: PlacedWeights, *, where: str, driver: str) -> tuple[Step, ...]:
+def _committed(
+    operation: Capture, weights: PlacedWeights, *, where: str, driver: str, seeded: bool
+) -> tuple[Step, ...]:
     # A kept workload serves again before its artifact is sealed; with its memory back, nothing needs the files alone.
     released = weights.native and not weights.ordered
     kept = operation.then == "keep" and (driver == "n610" or released)
     # What a template becomes afterwards must have answered, and its weights be written, before there is an artifact.
-    done = () if driver == "n610" else ("report",) if weights.ordered else ("release",) if released else ("answer",)
+    done: tuple[str, ...] = (
+        () if driver == "n610" else ("report",) if weights.ordered else ("release",) if released else ("answer",)
+    )
+    done += ("caches",) if seeded else ()
     compression, _ = image_compression(weights.resolved["io.image_compression"])
     return (
         ShrinkPages(

@@ -15,6 +15,7 @@ from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.keeper.directive import Endpoint
 from coldsnap.operation import Launch, Placement
 from coldsnap.plan import Plan
+from coldsnap.planning.caches import cache_environment, require_bound
 from coldsnap.planning.placing import admit_host, chosen_driver, devices_for, driver_decision, placed
 from coldsnap.planning.weights import PlacedWeights, at_capture
 from coldsnap.policy import Policy
@@ -82,7 +83,9 @@ def launch_steps(
     endpoint = Endpoint(host=unit.address, port=unit.port)
     # With EXPORT_MODEL_PAYLOAD among them (specs.RELEASING), without which no load is observed.
     told = settings.project(resolved.policy, cast("settings.Engine", engine.kind), {}) if weights.native else {}
-    command = engine.launch_command(endpoint, environ=told, gpu=gpu)
+    caches = cache_environment(resolved, engine)
+    command = engine.launch_command(endpoint, environ={**told, **caches}, gpu=gpu)
+    require_bound(caches, command.env)
     require(f"{engine.kind} {engine.model} cannot be launched", command_problems(resolved, command))
     environment = {**command.env, **(engine.imported_environment if stop == "imported" else {})}
     launch = LaunchEngine(

@@ -14,6 +14,7 @@ from coldsnap.errors import CompatibilityError
 from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.operation import Placement, Restore, UnitPlacement
 from coldsnap.plan import Choice, Decision, Plan
+from coldsnap.planning.caches import plant_steps
 from coldsnap.planning.materialize import materialize_steps, require_materializable, require_warm
 from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
 from coldsnap.planning.template import refuse_other_driver, start_step, verify_steps
@@ -97,9 +98,16 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             enforce_captured_driver_floor=resolved["compatibility.enforce_captured_driver_floor"],
         ),
         *packs,
+        *(planted := plant_steps(artifact, after="admit-artifact")),
         StartKeeper(
             id="keeper",
-            after=("admit-host", "admit-placement", "admit-artifact", *(("admit-packs",) if native else ())),
+            after=(
+                "admit-host",
+                "admit-placement",
+                "admit-artifact",
+                *(("admit-packs",) if native else ()),
+                *(one.id for one in planted),
+            ),
             namespace=resolved["process.namespace"],
             name=placement.name or "",
             run_dir=placement.run_dir or "",
@@ -162,6 +170,11 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             *(weights_choices(resolved) if native and not weights.ordered else ()),
         ),
     )
+
+
+def _further(*, native: bool, planted: bool) -> tuple[str, ...]:
+    """Return what else must be there before a keeper is started."""
+    return (*(("admit-packs",) if native else ()), *(("caches",) if planted else ()))
 
 
 def _compared(resolved: ResolvedPolicy, operation: Restore, unit: UnitPlacement, host: HostFacts) -> Comparison:

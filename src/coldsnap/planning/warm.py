@@ -28,6 +28,7 @@ from coldsnap.steps import (
     AwaitReady,
     CompareAnswer,
     HandOver,
+    PlantCaches,
     PrefetchWeights,
     ReadAhead,
     Step,
@@ -64,9 +65,9 @@ def plan_preparation(policy: Policy, operation: Prepare, facts: Facts) -> Plan:
 
 
 def _looks(step: Step) -> bool:
-    """Tell whether a step of a restore only looks: a port is taken, and so admitted, by the restore itself."""
+    """Tell whether a step of a restore activates nothing: a port is taken, and so admitted, by the restore itself."""
     admits = step.phase == "ADMIT" and not isinstance(step, AdmitPlacement)
-    return admits or isinstance(step, VerifyFiles | VerifyPacks)
+    return admits or isinstance(step, VerifyFiles | VerifyPacks | PlantCaches)
 
 
 def plan_running(policy: Policy, operation: Restore, facts: Facts) -> Plan:
