@@ -43,7 +43,7 @@ from coldsnap.plan import Plan
 from coldsnap.receipts import Receipt
 from coldsnap.releasing import require_seen
 from coldsnap.sealing import CAPSULE
-from coldsnap.seeding import make_room
+from coldsnap.seeding import make_room, startup_told
 from coldsnap.session import Session
 from coldsnap.starting import template_command
 from coldsnap.steps import (
@@ -290,7 +290,8 @@ def ready(session: Session, step: AwaitReady) -> Receipt:
     else:
         seconds = await_ready(endpoint, timeout_s=step.timeout_s, health_path=path, ended=session.ended, log=log)
     ranks = session.ranks.require(session.spec.roles(gpu=session.gpu, environment=environment))
-    return Receipt(step=step.id, effective=endpoint.url, reason=f"{len(ranks)} ranks", details={"health_s": seconds})
+    details = {"health_s": seconds, **startup_told(session)}
+    return Receipt(step=step.id, effective=endpoint.url, reason=f"{len(ranks)} ranks", details=details)
 
 
 def record_answer(session: Session, step: RecordAnswer) -> Receipt:

@@ -6,16 +6,20 @@ The one rule: a cache is derived. What is put back stays when a restore fails; n
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from coldsnap.artifact.cache_seed import collect_seed, reconcile_seed
+from coldsnap.engines.caches import ENABLED
 from coldsnap.errors import AdmissionError
 from coldsnap.receipts import Receipt
 from coldsnap.sealing import UNIT
 from coldsnap.session import Session
-from coldsnap.steps import CollectCaches, PlantCaches
+from coldsnap.steps import CollectCaches, LaunchEngine, PlantCaches
 
-__all__ = ["collect", "make_room", "plant"]
+__all__ = ["collect", "make_room", "plant", "startup_told"]
+
+STARTUP = ("state", "recorded_free_bytes", "free_bytes", "shortfall_bytes", "kv_cache_bytes")
 
 
 def make_room(paths: list[str]) -> None:
@@ -63,3 +67,12 @@ def plant(session: Session, step: PlantCaches) -> Receipt:
         reason=", ".join(step.targets),
         bytes=sum(one.bytes for one in planted),
     )
+
+
+def startup_told(session: Session) -> Mapping[str, float | int | str]:
+    """Tell what became of a startup plan, where the launch lets the engine take one."""
+    environments = [dict(step.environment) for step in session.plan if isinstance(step, LaunchEngine)]
+    if not any(ENABLED in environment for environment in environments):
+        return {}
+    told = session.ranks.startup()
+    return {f"{rank} plan {name}": reply[name] for rank, reply in sorted(told.items()) for name in STARTUP}

@@ -106,12 +106,13 @@ def test_an_explicit_value_never_comes_to_something_else(legal):
 
 
 def test_a_refusal_names_every_leaf_without_behaviour_at_once():
-    policy = Policy().evolve(**{"graphs.asynchronous": True, "weights.mode": "recovery", "process.cache_seed": True})
+    leaves = {"graphs.asynchronous": True, "weights.mode": "recovery", "process.shape_calibration": "enabled"}
+    policy = Policy().evolve(**leaves)
 
     with pytest.raises(UnsupportedError) as refusal:
         resolve(policy, fleet.capture(), fleet.facts(CPU))
 
     text = str(refusal.value)
     assert refusal.value.works
-    for path in ("graphs.asynchronous", "weights.mode", "process.cache_seed"):
+    for path in leaves:
         assert path in text

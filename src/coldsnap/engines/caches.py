@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from coldsnap.artifact.canonical import digest
 from coldsnap.policy.process import MANAGED_CACHE_ROOT
 
-__all__ = ["CACHES", "bound", "managed"]
+__all__ = ["CACHES", "ENABLED", "bound", "managed", "planned"]
 
 CACHES: Mapping[str, str] = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -20,6 +20,10 @@ CACHES: Mapping[str, str] = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
 """Names of the environment that engines and compilers look at, and what is theirs below the engine's directory."""
+
+ENABLED = "VLLM_ENABLE_STARTUP_PLAN"
+SHORTFALL = "COLDSNAP_STARTUP_PLAN_MAX_SHORTFALL_BYTES"
+MAX_SHORTFALL_BYTES = 512 << 20
 
 
 def bound(spec: str) -> Mapping[str, str]:
@@ -30,6 +34,15 @@ def bound(spec: str) -> Mapping[str, str]:
     """
     own = posixpath.join(MANAGED_CACHE_ROOT, digest(spec).removeprefix("sha256:")[:16])
     return {name: posixpath.join(own, part) for name, part in CACHES.items()}
+
+
+def planned(kind: str) -> Mapping[str, str]:
+    """Return the environment that lets an engine keep what its start has found out in its cache, and take it again.
+
+    Args:
+        kind: The engine's kind.
+    """
+    return {ENABLED: "1", SHORTFALL: str(MAX_SHORTFALL_BYTES)} if kind == "vllm" else {}
 
 
 def managed(environment: Mapping[str, str]) -> Mapping[str, str]:

@@ -286,6 +286,16 @@ class Ranks:
             pages = request_each(self.directory, "digests", requests, timeout_s=timeout_s, ended=self.ended)
         return found
 
+    def startup(self, *, timeout_s: float = 10.0) -> Mapping[str, Mapping[str, Any]]:
+        """Ask every rank that may hold a worker what became of its startup plan (docs/caches.md).
+
+        Raises:
+            EngineError: There is no rank, or one refused.
+            StepTimeout: One did not answer.
+        """
+        replies = self._all("startup", timeout_s=timeout_s)
+        return {rank: reply for rank, reply in replies.items() if not reply.get("skipped")}
+
     def materialize(
         self, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
     ) -> Mapping[str, Mapping[str, Any]]:

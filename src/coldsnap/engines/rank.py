@@ -38,7 +38,7 @@ MESSAGE_BYTES = 64 << 10
 # What any rank may be asked; only the rank that owns the front end can do it, the others say that they skipped it.
 FRONT_END_OPS = ("quiesce", "resume", "reset_prefix_cache", "status")
 # The same for those that hold preserved memory.
-WORKER_OPS = ("release", "hydrate", "memory", "materialize", "loaded", "digests", "load_report")
+WORKER_OPS = ("release", "hydrate", "memory", "materialize", "startup", "loaded", "digests", "load_report")
 
 _SUN_PATH_BYTES = 107  # sockaddr_un(7): 108 with the NUL
 _UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED, unix(7)

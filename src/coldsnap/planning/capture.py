@@ -183,6 +183,10 @@ def _require_launched_as_template(driver: str, why: str) -> None:
         )
 
 
+def _is_quiesced(weights: PlacedWeights, driver: str) -> bool:
+    return driver == "n610" or (weights.native and not weights.ordered)
+
+
 def _accepted(operation: Capture, ready_after: str, *, quiet: bool) -> tuple[Step, ...]:
     steps: tuple[Step, ...] = (
         AwaitReady(id="ready", after=(ready_after,), timeout_s=operation.ready_timeout_s),

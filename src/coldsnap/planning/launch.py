@@ -10,6 +10,7 @@ from coldsnap.admission import command_problems, host_problems, require
 from coldsnap.behaviour import Context, decide, runs_eagerly
 from coldsnap.engines import settings
 from coldsnap.engines.base import Engine, raise_refusals
+from coldsnap.engines.caches import planned
 from coldsnap.engines.specs import spec_to_text
 from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.keeper.directive import Endpoint
@@ -84,7 +85,9 @@ def launch_steps(
     # With EXPORT_MODEL_PAYLOAD among them (specs.RELEASING), without which no load is observed.
     told = settings.project(resolved.policy, cast("settings.Engine", engine.kind), {}) if weights.native else {}
     caches = cache_environment(resolved, engine)
-    command = engine.launch_command(endpoint, environ={**told, **caches}, gpu=gpu)
+    command = engine.launch_command(
+        endpoint, environ={**told, **caches, **(planned(engine.kind) if caches else {})}, gpu=gpu
+    )
     require_bound(caches, command.env)
     require(f"{engine.kind} {engine.model} cannot be launched", command_problems(resolved, command))
     environment = {**command.env, **(engine.imported_environment if stop == "imported" else {})}

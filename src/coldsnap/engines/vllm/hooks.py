@@ -17,6 +17,7 @@ from coldsnap.engines.settings import setting
 from coldsnap.engines.vllm.imports import after_import
 from coldsnap.engines.vllm.load_format import MODEL_LOADER, register_load_format
 from coldsnap.engines.vllm.loading import DEFAULT_LOADER, is_asked_for, loads
+from coldsnap.engines.vllm.startup_plan import STARTUP_PLAN, startup_plan
 from coldsnap.engines.vllm.worker import resident
 
 __all__ = ["SLEEP_BACKEND", "hook_worker", "register_sleep_backend"]
@@ -29,6 +30,7 @@ def hook_worker() -> Mapping[str, Operation]:
     """Wait for vLLM's worker and for the load of its model, and return what the rank answers for them."""
     register_sleep_backend()
     after_import(GPU_WORKER, _watch)
+    after_import(STARTUP_PLAN, lambda module: startup_plan.watch(module, log=_log))
     if is_asked_for() or ordered.exports():
         after_import(DEFAULT_LOADER, loads.watch)
     after_import(MODEL_LOADER, register_load_format)
@@ -36,6 +38,7 @@ def hook_worker() -> Mapping[str, Operation]:
     return {
         **resident.operations(),
         **ordered.operations(),
+        **startup_plan.operations(),
         **{name: resident.when_mapped(operation) for name, operation in about_models.items()},
     }
 
