@@ -86,16 +86,19 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
 }
 
 
-def engine_defaults(*, native: bool) -> Mapping[str, Any]:
+def engine_defaults(*, native: bool, policy: Policy | None = None) -> Mapping[str, Any]:
     """Return the engine layer: defaults of the library that have no behaviour give way to what happens in fact.
 
     Args:
         native: Whether the weights are outside the process image.
+        policy: The user's; caches that it names are carried, others are not unless it says so.
     """
+    named = policy is not None and bool(policy.resolved()["process.cache_paths"])
+    seed = {} if named else {"process.cache_seed": False}
     if native:
         # auto, and not direct: what was read ahead while CRIU worked is in the page cache, which direct goes around.
-        return {"process.cache_seed": False, "io.hydration_backend": "auto"}
-    return {"process.discard": (), "process.cache_seed": False}
+        return {**seed, "io.hydration_backend": "auto"}
+    return {**seed, "process.discard": ()}
 
 
 def runs_eagerly(resolved: ResolvedPolicy, context: Context) -> bool:

@@ -79,7 +79,9 @@ def resolve(policy: Policy, operation: Operation, facts: Facts) -> Plan:
         case Materialize():
             return plan_materialization(policy, operation, facts)
         case Verify():
-            return plan_verification(policy.resolved(engine_defaults=engine_defaults(native=False)), operation)
+            return plan_verification(
+                policy.resolved(engine_defaults=engine_defaults(native=False, policy=policy)), operation
+            )
         case Delete():
             return plan_deletion(operation)
         case Publish():

@@ -88,7 +88,7 @@ def plan_materialization(policy: Policy, operation: Materialize, facts: Facts) -
     Raises:
         UnsupportedError: It has no memory provider, or was not restored from an artifact.
     """
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=True))
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy))
     run_dir, labels = str(operation.engine.run_dir), operation.engine.labels
     provider = memory_provider(policy, operation.engine, facts)
     if "artifact" not in labels:

@@ -24,7 +24,7 @@ def plan_sleep(policy: Policy, operation: Sleep, facts: Facts) -> Plan:
     Raises:
         UnsupportedError: It has no memory provider, or the policy wants its weights where they are.
     """
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=True))
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy))
     run_dir = str(operation.engine.run_dir)
     provider = memory_provider(policy, operation.engine, facts)
     store, why = os.path.join(run_dir, SLEEP, "store"), "nobody named one; it ends with the engine"
@@ -51,7 +51,7 @@ def plan_wake(policy: Policy, operation: Wake, facts: Facts) -> Plan:
     Raises:
         UnsupportedError: It has no memory provider.
     """
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=True))
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy))
     run_dir = str(operation.engine.run_dir)
     provider = memory_provider(policy, operation.engine, facts)
     step = WakeEngine(

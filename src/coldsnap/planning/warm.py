@@ -78,7 +78,7 @@ def plan_running(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         UnsupportedError: It has no memory provider, or the policy wants its weights elsewhere.
     """
     handle = cast("EngineHandle", operation.artifact)
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=True))
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy))
     run_dir, labels = str(handle.run_dir), handle.labels
     if "artifact" not in labels:
         raise AdmissionError(f"the engine in {run_dir} was launched, not restored; there is nothing to restore it from")

@@ -109,7 +109,9 @@ def at_capture(
     else:
         reason = "the policy says so" if mode == "image" else f"{engine.kind} {where} has no memory provider"
     return PlacedWeights(
-        resolved=policy.resolved(engine_defaults=engine_defaults(native=native)), native=native, reason=reason
+        resolved=policy.resolved(engine_defaults=engine_defaults(native=native, policy=policy)),
+        native=native,
+        reason=reason,
     )
 
 
@@ -135,7 +137,7 @@ def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeight
         raise UnsupportedError(
             f"{artifact.path} names no packs, only a checkpoint", field="weights.mode", works="an artifact with packs"
         )
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=native))
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=native, policy=policy))
     if native and resolved["io.hydration_backend"] == "gds" and not gpu:
         raise UnsupportedError(
             f"the weights of {artifact.path} belong into host memory, where GDS cannot bring them",
@@ -154,7 +156,7 @@ def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
     mode = policy.resolved()["weights.mode"]
     if artifact.descriptor.weights.starts and mode in ("auto", "native"):
         return PlacedWeights(
-            resolved=policy.resolved(engine_defaults=engine_defaults(native=True)),
+            resolved=policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy)),
             native=True,
             ordered=True,
             reason="an engine that is started anew loads what the captured one had loaded",
@@ -166,7 +168,7 @@ def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
             field="weights.mode",
             works='weights.mode = "auto"',
         )
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=False))
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=False, policy=policy))
     return PlacedWeights(resolved=resolved, native=False, reason="an engine that is started anew loads its checkpoint")
 
 

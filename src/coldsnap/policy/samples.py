@@ -22,7 +22,6 @@ _COMPANIONS: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     ("io.hydration_backend", "gds"): {"io.verify_mode": "preverified"},
 }
 _COMPANIONS_OF_ANY: Mapping[str, Mapping[str, Any]] = {
-    "process.cache_paths": {"process.cache_seed": True},
     "weights.native.repository": {"weights.native.revision": _REVISION},
     "weights.native.revision": {"weights.native.repository": "example/packs"},
     "weights.native.files_by_worker": {

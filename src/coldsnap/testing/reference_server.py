@@ -299,7 +299,6 @@ def main() -> None:
     parser.add_argument("--weights", help="a safetensors file, loaded into memory that can be released")
     parser.add_argument("--load-format", choices=["auto", "coldsnap"], default="auto", help="as vLLM's")
     parser.add_argument("--kv-bytes", type=int, default=1 << 20)
-    parser.add_argument("--zero-bytes", type=int, default=0, help="hold so much memory that was filled with zeros")
     parser.add_argument("--kernel", default="", help="a file below TRITON_CACHE_DIR that the worker makes and maps")
     parser.add_argument("--hoard", action="store_true", help="keep a second copy of the weights that nothing releases")
     parser.add_argument("--untidy", action="store_true", help="refuse to give unused memory back before a capture")
