@@ -99,7 +99,7 @@ def capture_weights(policy: Policy, engine: Engine, *, gpu: bool) -> PlacedWeigh
         )
     if isinstance(engine, StartsFromPacks) and engine.exports:
         return PlacedWeights(
-            resolved=policy.resolved(engine_defaults=engine_defaults(native=True)),
+            resolved=policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy)),
             native=True,
             ordered=True,
             reason=f"{engine.kind} can be started anew from packs",
