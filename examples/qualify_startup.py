@@ -62,6 +62,7 @@ if __name__ == "__main__":
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the matrix; return 0 when every case gave a token."""
     options = arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a server ends with this process
     figures: dict[str, Any] = {"machine": machine(), "model": options.model, "versions": {}, "cases": {}}
     print(f"machine: {figures['machine']}", flush=True)
     with workspace(options) as work:
