@@ -283,7 +283,7 @@ def _asleep(session: Session) -> Iterator[str]:
 def ready(session: Session, step: AwaitReady) -> Receipt:
     """Wait for port and health, then for the control socket of every rank."""
     endpoint, environment = session.endpoint, session.need(session.environment, "an environment")
-    closed = session.plan.operation == "restore"
+    closed = session.plan.operation == "restore" and session.plan.driver == "n610"  # others start, and open, anew
     path, log = session.spec.ready_path(environment, closed=closed), session.living.log_path
     if path is None:
         seconds = session.ranks.await_ready(timeout_s=step.timeout_s, log=log)
