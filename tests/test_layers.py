@@ -34,6 +34,7 @@ LAYERS = [
             "capturing",
             "curating",
             "hydrating",
+            "recovering",
         ],
         *["anew", "restoring", "starting", "dozing", "materializing", "warming", "seeding"],
         *["execute", "progress", "diagnosing"],

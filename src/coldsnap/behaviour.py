@@ -31,6 +31,8 @@ class Context:
         store: Where their packs are; empty when they are inside.
         reason: Why they are where they are.
         driver: The snapshot driver.
+        provider: What ``weights.mode`` comes to at a restore.
+        recoverable: Whether the weights may come from the checkpoint.
     """
 
     operation: str
@@ -40,6 +42,8 @@ class Context:
     store: str = ""
     reason: str = ""
     driver: str = "n610"
+    provider: str = ""
+    recoverable: bool = False
 
     @property
     def weights(self) -> str:
@@ -59,9 +63,18 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
     "compatibility.kernel": ANY,
     "compatibility.driver": ANY,
     "compatibility.enforce_captured_driver_floor": ANY,
-    "weights.mode": ("auto", "native", "image"),
+    "weights.mode": ANY,
+    "weights.native.repository": ANY,
+    "weights.native.revision": ANY,
     "weights.native.materialize": ANY,
     "weights.recovery.enabled": ANY,
+    "weights.recovery.loader_backend": ANY,
+    "weights.recovery.chunk_bytes": ANY,
+    "weights.recovery.staging_bytes": ANY,
+    "weights.recovery.queue_depth": ANY,
+    "weights.recovery.verify_bytes": ANY,
+    "weights.recovery.verify_model_bytes": ANY,
+    "weights.recovery.derived_buffer_max_bytes": ANY,
     "weights.verify": ANY,
     "process.discard": ANY,
     "process.shape_calibration": ("auto", "disabled"),
@@ -161,8 +174,9 @@ _NAMESPACE = {
 }
 
 
-def _launch(resolved: ResolvedPolicy, context: Context) -> _Rows:  # noqa: ARG001 - one signature for all
-    return [("weights.mode", context.weights, context.reason)]
+def _launch(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    chosen = "recovery" if context.native and resolved["weights.mode"] == "recovery" else context.weights
+    return [("weights.mode", chosen, context.reason)]
 
 
 def _capture(resolved: ResolvedPolicy, context: Context) -> _Rows:
@@ -246,11 +260,17 @@ def _in_image(resolved: ResolvedPolicy, context: Context) -> _Rows:
     return [
         ("weights.mode", "image", f"weights stay in {where} and so in the process image: {context.reason}"),
         ("process.discard", _text(resolved["process.discard"]), discard),
-        *_unused(resolved, ("weights.recovery.enabled",), "weights come back with the process image"),
+        *_unused(resolved, ("weights.recovery.enabled", *_RECOVERY), "weights come back with the process image"),
         *_unused(resolved, _WRITING, "CRIU writes the process image itself"),
     ]
 
 
+_LOADING = tuple(
+    f"weights.recovery.{leaf}"
+    for leaf in ("loader_backend", "chunk_bytes", "staging_bytes", "queue_depth", "verify_bytes", "verify_model_bytes")
+)
+_FETCHING = ("weights.native.repository", "weights.native.revision")
+_RECOVERY = (*_LOADING, *_FETCHING, "weights.recovery.derived_buffer_max_bytes")
 _WRITING = (
     "io.capture_backend",
     "io.hibernate_write_mode",
@@ -287,9 +307,12 @@ def _released(resolved: ResolvedPolicy, context: Context) -> _Rows:
     discard = resolved["process.discard"]
     recovery = resolved["weights.recovery.enabled"]
     recorded = "the manifest that a recovery from the checkpoint needs is " + ("kept, too" if recovery else "not kept")
+    mode = "recovery" if resolved["weights.mode"] == "recovery" else "native"
+    also = ", and the checkpoint must do as well" if mode == "recovery" else ""
     return [
-        ("weights.mode", "native", f"{context.reason}: model bytes go into the store {context.store}"),
+        ("weights.mode", mode, f"{context.reason}: model bytes go into the store {context.store}{also}"),
         ("weights.recovery.enabled", _text(recovery), recorded),
+        *_unused(resolved, (*_LOADING[:-1], *_FETCHING), "it is about a restore", always=False),
         ("process.discard", _text(discard), "zero after a restore" if discard else "all of it stays in the image"),
         ("io.capture_backend", resolved["io.capture_backend"], _CAPTURE[resolved["io.capture_backend"]]),
     ]
@@ -320,7 +343,8 @@ def _restore(resolved: ResolvedPolicy, context: Context) -> _Rows:
         "exact": "the kernel release must be the captured one",
     }
     return [
-        ("weights.mode", context.weights, context.reason),
+        ("weights.mode", context.provider or context.weights, context.reason),
+        *_recovering(resolved, context),
         ("weights.verify", verify, how[verify]),
         ("compatibility.kernel", kernel, kernels[kernel]),
         *(_hydrated(resolved) if context.native else _unhydrated(resolved)),
@@ -333,13 +357,27 @@ _MATERIALIZE = {
 }
 
 
+def _recovering(resolved: ResolvedPolicy, context: Context) -> _Rows:
+    """Say what holds of the checkpoint, as far as somebody chose it."""
+    chosen = [path for path in _LOADING if resolved.provenance[path] == "user"]
+    rows = [("weights.recovery.derived_buffer_max_bytes", "not used", "it is about a capture")]
+    rows += [(path, "not used", "a pack that is absent is told, and brought by whoever restores") for path in _FETCHING]
+    used = context.recoverable
+    why = "where the weights come from the checkpoint" if used else "the weights do not come from the checkpoint"
+    return [
+        *(row for row in rows if resolved.provenance[row[0]] == "user" and not (used and row[0] in _FETCHING)),
+        *((path, _text(resolved[path]) if used else "not used", why) for path in chosen),
+    ]
+
+
 def _unhydrated(resolved: ResolvedPolicy) -> _Rows:
     return _unused(resolved, _READING, "CRIU reads the process image itself")
 
 
-def _unused(resolved: ResolvedPolicy, paths: tuple[str, ...], why: str) -> _Rows:
-    """Say of what somebody chose that nothing uses it here; the first is always told of."""
-    return [(path, "not used", why) for path in paths if path == paths[0] or resolved.provenance[path] == "user"]
+def _unused(resolved: ResolvedPolicy, paths: tuple[str, ...], why: str, *, always: bool = True) -> _Rows:
+    """Say of what somebody chose that nothing uses it here; the first is told of even if nobody did, unless not so."""
+    told = paths[:1] if always else ()
+    return [(path, "not used", why) for path in paths if path in told or resolved.provenance[path] == "user"]
 
 
 def _hydrated(resolved: ResolvedPolicy) -> _Rows:

@@ -6,7 +6,7 @@ The one rule: a pack is what the artifact names by digest, or the restore ends; 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from coldsnap.artifact.private import open_private
 from coldsnap.artifact.store import Store
 from coldsnap.errors import AdmissionError, EngineError, FormatError, IntegrityError, PayloadMissingError
 from coldsnap.moving import ReadingStep
+from coldsnap.planning.selecting import fetch_required
 from coldsnap.receipts import Receipt
+from coldsnap.recovering import admit_checkpoint, loading_of, recovery_places
 from coldsnap.session import Session
 from coldsnap.steps import AdmitPacks, HydrateWeights, PrefetchWeights, VerifyPacks
 from coldsnap.transfer.prefetch import prefetch
@@ -40,9 +42,16 @@ BUDGET_SHARE = 0.5
 
 
 def admit_packs(session: Session, step: AdmitPacks) -> Receipt:
-    """Refuse what is missing, cut short or open to others, before anything starts."""
-    store, payloads = Store(step.store), payloads_of(session)
+    """Refuse what is missing, cut short or open to others, before anything starts; or admit the checkpoint instead."""
+    store = Store(step.store)
     discarded = _require_asleep(session.need(session.artifact, "an artifact"))
+    if step.provider == "recovery":
+        return _recovers(session, step, requested="recovery", reason="no pack was looked at")
+    payloads = payloads_of(session)
+    if step.provider == "either" and (absent := _absent(store, payloads)):
+        if step.repository:
+            raise fetch_required(absent, step.store, step.repository)
+        return _recovers(session, step, requested="auto", reason=f"the pack {absent} is not in the store {store.root}")
     for payload in payloads:
         path = store.path(payload.sha256)
         if not os.path.lexists(path):
@@ -88,8 +97,28 @@ def _require_asleep(opened: Artifact) -> dict[str, int]:
     return _total(state.discarded for state in states)
 
 
+def _absent(store: Store, payloads: Sequence[PayloadObject]) -> str:
+    """Return the first pack that is not there at all; one that is there and is another is no absent one."""
+    return next((one.sha256 for one in payloads if not os.path.lexists(store.path(one.sha256))), "")
+
+
+def _recovers(session: Session, step: AdmitPacks, *, requested: str, reason: str) -> Receipt:
+    total = admit_checkpoint(session)
+    return Receipt(
+        step=step.id,
+        requested=requested,
+        effective="recovery",
+        reason=f"{reason}; {len(session.checkpoint)} files of the checkpoint are as captured",
+        bytes=total,
+    )
+
+
 def verify_packs(session: Session, step: VerifyPacks) -> Receipt:
     """Admit every pack: by its record when it is unchanged, else by all of its bytes."""
+    if session.checkpoint:
+        return Receipt(
+            step=step.id, requested=step.mode, effective="no pack is used", reason="the weights are recovered"
+        )
     opened, store = session.need(session.artifact, "an artifact"), Store(step.store)
     hashed = 0
     for payload in payloads_of(session):
@@ -111,7 +140,10 @@ def prefetch_weights(session: Session, step: PrefetchWeights) -> Receipt:
     available = session.need(session.host, "the host's facts").memory.available_bytes
     images = sum(file.bytes for unit in opened.descriptor.capsule.units for file in unit.files)
     left = max(0, int((available - images) * BUDGET_SHARE))
-    paths = dict.fromkeys(str(store.path(payload.sha256)) for payload in payloads_of(session))
+    if session.checkpoint:
+        paths = dict.fromkeys(session.checkpoint if step.checkpoint else ())
+    else:
+        paths = dict.fromkeys(str(store.path(payload.sha256)) for payload in payloads_of(session))
     paths |= dict.fromkeys(str(opened.path / one.residual.path) for one in opened.descriptor.weights.workers)
     planned = 0
     for path in paths:
@@ -141,6 +173,8 @@ def hydrate(session: Session, step: HydrateWeights) -> Receipt:
     }
     if own and set(own) != set(workers.values()):
         raise EngineError(f"the artifact has weights of {', '.join(own)}, the engine has {', '.join(workers.values())}")
+    if session.checkpoint:
+        reading |= loading_of(step)
     requests = {rank: {**reading, **own.get(worker, {})} for rank, worker in workers.items()}
     replies = session.ranks.hydrate(requests, timeout_s=step.timeout_s)
     require_awake(session)
@@ -149,7 +183,7 @@ def hydrate(session: Session, step: HydrateWeights) -> Receipt:
     receipts = [reply["receipt"] for reply in replies.values() if reply.get("receipt")]
     return Receipt(
         step=step.id,
-        requested=step.backend,
+        requested=step.loader_backend if session.checkpoint else step.backend,
         effective=", ".join(sorted({str(one["effective"]) for one in receipts})) or "nothing to do",
         reason="; ".join(sorted({str(one["reason"]) for one in receipts if one["reason"]})),
         bytes=sum(moved.values()),
@@ -157,6 +191,7 @@ def hydrate(session: Session, step: HydrateWeights) -> Receipt:
             **{f"{name}_bytes": size for name, size in moved.items()},
             **{f"{name}_s": value for name, value in seconds.items()},
             "prefetched_bytes": sum(one.bytes for one in ahead),
+            **_checkpoint_figures(replies),
         },
     )
 
@@ -178,6 +213,13 @@ def _discarded_bytes(opened: Artifact, one: WorkerWeights) -> int:
     if file is None:
         return 0
     return sum(read_document(HibernateState, opened.path / file.path, sha256=file.sha256).discarded.values())
+
+
+def _checkpoint_figures(replies: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the figures of what was read of the checkpoint, all workers together."""
+    told = [reply["receipts"]["checkpoint"] for reply in replies.values() if "checkpoint" in reply.get("receipts", {})]
+    counted = ("files", "tensors", "plain_copies", "staged_copies", "local_read_bytes", "verified_sample_bytes")
+    return {f"checkpoint_{name}": sum(one[name] for one in told) for name in counted if told}
 
 
 def reading_of(step: ReadingStep) -> dict[str, Any]:
@@ -206,6 +248,8 @@ def require_awake(session: Session) -> None:
 
 
 def _places_of(session: Session, step: HydrateWeights) -> Mapping[str, Mapping[str, Any]]:
+    if session.checkpoint:
+        return recovery_places(session)
     opened, store = session.need(session.artifact, "an artifact"), Store(step.store)
     packs = {payload.worker: str(store.path(payload.sha256)) for payload in payloads_of(session)}
     return {

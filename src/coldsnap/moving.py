@@ -35,6 +35,7 @@ __all__ = [
 CaptureBackend = Literal["auto", "python", "buffered", "direct"]
 Mode = Literal["direct", "buffered"]
 HydrationBackend = Literal["auto", "python", "buffered", "direct", "gds"]
+LoaderBackend = Literal["", "auto", "direct", "buffered", "mmap", "torch"]
 
 
 @frozen(kw_only=True)
@@ -93,12 +94,16 @@ class ReleaseWeights(WritingStep):
 
     Attributes:
         output: The artifact's directory, which gets residuals and manifests.
-        recovery: Whether what a recovery from the checkpoint needs is kept, too.
+        recovery: Whether what a recovery from the checkpoint needs is kept, too: off, auto (where it can be), required.
+        derived_buffer_max_bytes: How much of parameters and buffers may be no copy of the checkpoint.
+        verify_model_bytes: How much of both ends of each is sampled, to be compared after a recovery.
     """
 
     phase: ClassVar[Phase] = "QUIESCE"
     output: str
-    recovery: bool
+    recovery: Literal["off", "auto", "required"]
+    derived_buffer_max_bytes: int
+    verify_model_bytes: int
 
 
 @frozen(kw_only=True)
@@ -109,12 +114,17 @@ class AdmitPacks(BaseStep):
         store: The root of the store.
         packs: Their digests.
         evidence: Whether each must have been verified before, because nothing compares the bytes on their way.
+        provider: native: all of them, or nothing. either: where one is absent, the checkpoint, file by file as it was.
+            recovery: the checkpoint, and no pack is looked at.
+        repository: With either: where an absent pack is to be fetched from, before anybody recovers.
     """
 
     phase: ClassVar[Phase] = "ADMIT"
     store: str
     packs: tuple[str, ...]
     evidence: bool
+    provider: Literal["native", "either", "recovery"] = "native"
+    repository: str = ""
 
 
 @frozen(kw_only=True)
@@ -123,15 +133,17 @@ class PrefetchWeights(BaseStep):
 
     Attributes:
         store: The root of the store.
+        checkpoint: Whether the checkpoint is read ahead where the weights come from there.
     """
 
     phase: ClassVar[Phase] = "STAGE"
     store: str
+    checkpoint: bool = False
 
 
 @frozen(kw_only=True)
 class VerifyPacks(BaseStep):
-    """Compare every pack with its evidence: by stat when unchanged, by digest otherwise.
+    """Compare every pack that is used with its evidence: by stat when unchanged, by digest otherwise.
 
     Attributes:
         store: The root of the store.
@@ -151,12 +163,24 @@ class HydrateWeights(ReadingStep):
         store: The root of the store with the packs; empty: from the files that the capture has just written.
         native_library: The I/O library, empty for the packaged one.
         native_sha256: Its digest, empty when any will do.
+        loader_backend: How a checkpoint is read; empty when weights come from packs alone.
+        loader_chunk_bytes: Size of a request to it.
+        loader_queue_depth: Requests in flight.
+        staging_bytes: Largest slab of what cannot go straight to its address.
+        verify_bytes: How much of both ends of each tensor is compared with the file.
+        verify_model_bytes: How much of both ends of each parameter is compared with what the capture sampled.
     """
 
     phase: ClassVar[Phase] = "HYDRATE"
     store: str
     native_library: str
     native_sha256: str
+    loader_backend: LoaderBackend = ""
+    loader_chunk_bytes: int = 0
+    loader_queue_depth: int = 0
+    staging_bytes: int = 0
+    verify_bytes: int = 0
+    verify_model_bytes: int = 0
 
 
 @frozen(kw_only=True)

@@ -46,7 +46,7 @@ def release(session: Session, step: ReleaseWeights) -> Receipt:
     if step.discard:
         ranks.reset_prefix_cache()  # no block of it may refer to what is thrown away
     requests = {
-        rank: release_request(session, step, worker, writer.directory(f"{WEIGHTS}/{worker}"))
+        rank: release_request(session, step, worker, writer.directory(f"{WEIGHTS}/{worker}")) | _recording(step)
         for rank, worker in workers.items()
     }
     require_seen(session, [Store(step.store).prepare(), writer.path])
@@ -56,9 +56,15 @@ def release(session: Session, step: ReleaseWeights) -> Receipt:
     session.released = {
         workers[rank]: _released(rank, requests[rank]["directory"], reply) for rank, reply in replies.items()
     }
-    for one in () if step.recovery else session.released.values():
-        Path(one.directory, RECOVERY).unlink(missing_ok=True)
     return _receipt(step, session.released, replies)
+
+
+def _recording(step: ReleaseWeights) -> dict[str, Any]:
+    return {
+        "recovery": step.recovery,
+        "derived_buffer_max_bytes": step.derived_buffer_max_bytes,
+        "verify_model_bytes": step.verify_model_bytes,
+    }
 
 
 def release_request(session: Session, step: WritingStep, worker: str, directory: Path) -> dict[str, Any]:
@@ -153,6 +159,7 @@ def _receipt(
             "residual_bytes": residual,
             "discarded_bytes": sum(sum(reply["discarded"].values()) for reply in replies.values()),
             "coverage": "; ".join(str(reply["coverage"]) for reply in replies.values()),
+            **_recorded(replies),
         },
     )
 
@@ -160,6 +167,14 @@ def _receipt(
 def store_of(session: Session) -> str:
     """Return the root of the store that got the packs of a capture."""
     return next(step.store for step in session.plan if isinstance(step, ReleaseWeights | OrderExport))
+
+
+def _recorded(replies: Mapping[str, Mapping[str, Any]]) -> dict[str, str | int]:
+    """Say what a recovery could use, and why there is none where there is none."""
+    recorded = [reply.get("recovery") or {} for reply in replies.values()]
+    reasons = sorted({str(one["reason"]) for one in recorded if one.get("reason")})
+    counts = {name: sum(int(one.get(name, 0)) for one in recorded) for name in ("copies", "plain", "derived_bytes")}
+    return {"recovery": "; ".join(reasons) or "recorded", **counts}
 
 
 def describe_weights(session: Session, files: Mapping[str, format9.FileRecord], store: str) -> format9.Weights:

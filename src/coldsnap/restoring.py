@@ -193,7 +193,7 @@ def compare_answer(session: Session, step: CompareAnswer) -> Receipt:
     """Ask what was asked at capture; the engine is ready when it answers the same."""
     opened = session.need(session.artifact, "an artifact")
     captured = opened.descriptor.acceptance
-    if session.provider == "native":
+    if session.provider != "image":
         require_awake(session)
     session.ranks.reset_prefix_cache()
     asked_ns = session.report.timeline.now_ns()

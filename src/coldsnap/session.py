@@ -87,6 +87,7 @@ class Session:
         prefetches: What is being read ahead.
         start_files: What an engine starts with that is started anew from packs.
         load_format: What its command said to load with, before the load was ordered.
+        checkpoint: The files that the weights come from; empty while they come from packs or the image.
         capture_id: Of the artifact in the making.
         key: Lets the acceptance request of a restore in, before the engine is open to others.
     """
@@ -111,6 +112,7 @@ class Session:
     weights: Weights | None = None
     seeds: tuple[CacheSeed, ...] = ()
     prefetches: list[Prefetch] = field(factory=list)
+    checkpoint: tuple[str, ...] = ()
     artifact: Artifact | None = None
     staged: StagedTree | None = None
     start_files: Tree | None = None
@@ -173,10 +175,12 @@ class Session:
         return bool(self.need(self.host, "the host's facts").gpus)
 
     @property
-    def provider(self) -> Literal["image", "native"]:
+    def provider(self) -> Literal["image", "native", "recovery"]:
         """Return where the weights of the opened artifact come from, as its process image has or lacks them."""
         if self.plan.driver == "n580":
             return "image"  # until it is started, a template has nothing to fill
+        if self.checkpoint:
+            return "recovery"
         return "native" if self.need(self.artifact, "an artifact").descriptor.weights.kind == "packs" else "image"
 
     def ended(self) -> str | None:

@@ -34,7 +34,8 @@ def read_ahead(session: Session, step: ReadAhead) -> Receipt:
     left = int(session.need(session.host, "the host's facts").memory.available_bytes * BUDGET_SHARE)
     paths = [opened.path / file.path for unit in opened.descriptor.capsule.units for file in unit.files]
     if step.store:
-        paths += [Store(step.store).path(payload.sha256) for payload in payloads_of(session)]
+        packs = [Store(step.store).path(payload.sha256) for payload in payloads_of(session)]
+        paths += [Path(path) for path in session.checkpoint] or packs
     if step.residuals:
         paths += [opened.path / one.residual.path for one in opened.descriptor.weights.workers]
     read, whole = 0, 0

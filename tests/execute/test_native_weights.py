@@ -283,13 +283,14 @@ def test_a_pack_that_is_cut_short_is_refused_before_anything_starts(lab, damaged
 
 def test_a_missing_pack_is_named_with_where_it_was_looked_for(lab, damaged):
     damaged.pack.unlink()
-    error = refused(lab, damaged.artifact, match=str(damaged.pack))
+    native = {"weights.mode": "native"}
+    error = refused(lab, damaged.artifact, policy=native, match=str(damaged.pack))
     assert isinstance(error, PayloadMissingError)
     assert error.digest in damaged.artifact.packs
 
     known = cs.probe(criu=lab.criu, store=damaged.pack.parents[2])
     with pytest.raises(PayloadMissingError, match="when it was probed"):
-        cs.resolve(cs.Policy(), cs.Restore(damaged.artifact, placement=lab.placement()), known)
+        cs.resolve(cs.Policy().evolve(**native), cs.Restore(damaged.artifact, placement=lab.placement()), known)
 
 
 def test_another_pack_of_the_same_size_is_refused(lab, damaged):

@@ -7,7 +7,7 @@ from attrs import evolve
 
 from coldsnap import artifact as format9
 from coldsnap.artifact import Artifact
-from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, WorkerWeights
+from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, Recovery, WorkerWeights
 from coldsnap.describe import compatibility_unit
 from coldsnap.engines.specs import COMMAND, RELEASING, SPEC, spec_to_text
 from coldsnap.engines.vllm import VLLM
@@ -30,6 +30,7 @@ from coldsnap.operation import Capture, Launch, Restore, local
 from coldsnap.testing.reference import ReferenceEngine
 
 DIGEST = "sha256:" + "ab" * 32
+REVISION = "0123456789abcdef0123456789abcdef01234567"
 OUTPUT = "/artifacts/tiny"
 CRIU = CriuFacts(
     path="/opt/criu/criu",
@@ -123,7 +124,7 @@ def engine(**changes):
     return evolve(
         VLLM(
             "example/tiny-qwen3",
-            revision="0123456789abcdef0123456789abcdef01234567",
+            revision=REVISION,
             args=("--max-model-len", "2048"),
             python="/opt/vllm/bin/python",
         ),
@@ -199,8 +200,8 @@ def template_of(host, *, local=False):
     return Artifact(Path(OUTPUT), document, DIGEST)
 
 
-def with_packs(host, **changes):
-    """The same artifact as if its weights had been put into a pack."""
+def with_packs(host, *, recoverable=True, repository=None, **changes):
+    """The same artifact as if its weights had been put into a pack, and its checkpoint were pinned."""
     listed = {
         name: format9.FileRecord(path=f"weights/worker-0/{name}", bytes=4096, sha256=DIGEST)
         for name in ("weights.blob", "native-manifest.json", "recovery-manifest.json")
@@ -209,7 +210,8 @@ def with_packs(host, **changes):
     item = PayloadObject(worker="worker-0", path=path, bytes=1 << 30, sha256=DIGEST)
     weights = format9.Weights(
         kind="packs",
-        payloads=ModelPayloads(objects=(item,)),
+        payloads=ModelPayloads(objects=(item,), repository=repository, revision=repository and REVISION),
+        recovery=Recovery(model_id="example/tiny-qwen3", revision=REVISION) if recoverable else None,
         workers=(
             WorkerWeights(
                 worker="worker-0",

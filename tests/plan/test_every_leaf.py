@@ -25,6 +25,7 @@ SCENARIOS = {
     }.items()
 }
 VALUES = list(every_leaf_and_legal_value())
+CHOOSING = ("auto", "cache-only-auto")  # a value that says that the plan chooses
 DEFAULTS = [Policy().resolved(engine_defaults=engine_defaults(native=native)) for native in (False, True)]
 
 
@@ -90,7 +91,7 @@ def test_a_value_changes_what_is_done_or_is_refused_or_is_what_happens_anyway(le
         return
     effective = {decided(outcome, legal.path) for outcome in found.values()} - {None}
     # ``auto`` may come to anything, but then the plan says to what.
-    told = effective if legal.value == "auto" else effective == {shown(legal.value)}
+    told = effective if legal.value in CHOOSING else effective == {shown(legal.value)}
     assert legal.value in {defaults[legal.path] for defaults in DEFAULTS} or told, (
         f"{legal.path} = {legal.value!r} is accepted and changes nothing; the plans say {effective or 'nothing'}"
     )
@@ -98,7 +99,7 @@ def test_a_value_changes_what_is_done_or_is_refused_or_is_what_happens_anyway(le
 
 @pytest.mark.parametrize("legal", VALUES, ids=[f"{value.path}={str(value.value)[:30]}" for value in VALUES])
 def test_an_explicit_value_never_comes_to_something_else(legal):
-    if legal.value == "auto":
+    if legal.value in CHOOSING:
         return
     for outcome in outcomes(legal.policy).values():
         effective = decided(outcome, legal.path)
@@ -106,7 +107,11 @@ def test_an_explicit_value_never_comes_to_something_else(legal):
 
 
 def test_a_refusal_names_every_leaf_without_behaviour_at_once():
-    leaves = {"graphs.asynchronous": True, "weights.mode": "recovery", "process.shape_calibration": "enabled"}
+    leaves = {
+        "graphs.asynchronous": True,
+        "weights.recovery.distributed": False,
+        "process.shape_calibration": "enabled",
+    }
     policy = Policy().evolve(**leaves)
 
     with pytest.raises(UnsupportedError) as refusal:

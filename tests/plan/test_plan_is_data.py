@@ -26,7 +26,7 @@ HOSTS = st.sampled_from([fleet.cpu_host(), fleet.gpu_host(), fleet.gpu_host("700
 # Their values need others beside them, or another artifact.
 BESIDE = {
     *("weights.recovery.enabled", "weights.native.materialize", "graphs.policy"),
-    *("process.artifact_scope", "compatibility.driver"),
+    *("process.artifact_scope", "compatibility.driver", "weights.native.repository", "weights.native.revision"),
 }
 
 
@@ -46,7 +46,7 @@ def resolved_plans(draw):
     host, policy = draw(HOSTS), draw(working_policies()).evolve(**{"compatibility.driver": "release"})
     namespace = policy.process.namespace
     captured = fleet.captured_on
-    if host.gpus and policy.weights.mode == "native":
+    if host.gpus and policy.weights.mode in ("native", "recovery"):
         captured = fleet.with_packs
     elif not host.gpus or policy.weights.mode == "image":
         # Nothing leaves the image there, so that nothing can be asked to.

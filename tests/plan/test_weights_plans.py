@@ -4,7 +4,6 @@ import fleet
 import pytest
 from attrs import evolve
 
-from coldsnap.artifact.payloads import Recovery
 from coldsnap.errors import AdmissionError, PayloadMissingError, PolicyError, UnsupportedError
 from coldsnap.host.facts import Facts, FilesystemFacts, PackFacts, StoreFacts
 from coldsnap.operation import Sleep, Wake
@@ -81,7 +80,7 @@ def test_the_store_is_the_named_one_else_the_probed_one_else_beside_the_artifact
 
 
 def partial_restore(**options):
-    return fleet.restore(fleet.with_packs(GPU), **options)
+    return fleet.restore(fleet.with_packs(GPU, recoverable=False), **options)
 
 
 def test_a_pack_that_the_probed_store_lacks_is_named_before_anything_starts():
@@ -117,14 +116,85 @@ def test_a_kv_cache_in_the_image_cannot_be_thrown_away(planned):
     assert planned(fleet.capture(), GPU, **{"process.discard": []})["release"].discard == ()
 
 
-def test_an_artifact_that_can_only_be_recovered_is_refused(planned):
+def test_an_artifact_that_has_a_checkpoint_alone_is_recovered(planned):
     packed = fleet.with_packs(GPU)
-    weights = evolve(packed.descriptor.weights, payloads=None, recovery=RECOVERY)
-    with pytest.raises(UnsupportedError, match="names no packs"):
-        planned(fleet.restore(fleet.captured_on(GPU, weights=weights)), GPU)
+    only = fleet.captured_on(GPU, weights=evolve(packed.descriptor.weights, payloads=None))
+
+    plan = planned(fleet.restore(only), GPU)
+
+    assert plan["admit-packs"].provider == "recovery"
+    assert plan.decision("weights.mode").effective == "recovery"
+    with pytest.raises(UnsupportedError, match="are in a pinned checkpoint") as refusal:
+        planned(fleet.restore(only), GPU, **{"weights.mode": "native"})
+    assert (refusal.value.field, refusal.value.works) == ("weights.mode", 'weights.mode = "auto" or "recovery"')
 
 
-RECOVERY = Recovery(model_id="example/tiny-qwen3", revision="0123456789abcdef0123456789abcdef01234567")
+@pytest.mark.parametrize(
+    ("mode", "provider"),
+    [("auto", "either"), ("cache-only-auto", "either"), ("native", "native"), ("recovery", "recovery")],
+)
+def test_only_auto_leaves_it_to_the_store_who_brings_the_weights(planned, mode, provider):
+    plan = planned(fleet.restore(fleet.with_packs(GPU)), GPU, **{"weights.mode": mode})
+
+    assert plan["admit-packs"].provider == provider
+    assert bool(plan["hydrate"].loader_backend) == (provider != "native")
+    assert plan["prefetch"].checkpoint == (provider != "native")
+    assert ("provider" in {choice.name for choice in plan.choices}) == (provider == "either")
+
+
+def test_without_a_recorded_load_there_are_packs_alone(planned):
+    artifact = fleet.with_packs(GPU, recoverable=False)
+
+    assert planned(fleet.restore(artifact), GPU)["admit-packs"].provider == "native"
+    with pytest.raises(UnsupportedError, match="are in packs") as refusal:
+        planned(fleet.restore(artifact), GPU, **{"weights.mode": "recovery"})
+    assert refusal.value.works == 'weights.mode = "auto" or "native"'
+
+
+def test_a_pack_that_the_probed_store_lacks_makes_the_plan_say_that_the_checkpoint_is_read():
+    absent = resolve(Policy(), fleet.restore(fleet.with_packs(GPU)), with_store(GPU))
+    there = resolve(Policy(), fleet.restore(fleet.with_packs(GPU)), with_store(GPU, fleet.DIGEST))
+
+    assert absent.decision("weights.mode").effective == "recovery"
+    assert fleet.DIGEST in absent.decision("weights.mode").reason
+    assert there.decision("weights.mode").effective == "native"
+    assert absent["admit-packs"] == there["admit-packs"]
+
+
+@pytest.mark.parametrize(
+    ("artifact", "leaves"),
+    [
+        (fleet.with_packs(GPU, repository="example/packs"), {}),
+        (
+            fleet.with_packs(GPU),
+            {"weights.native.repository": "example/packs", "weights.native.revision": fleet.REVISION},
+        ),
+    ],
+    ids=["published", "policy"],
+)
+def test_auto_does_not_recover_what_can_be_fetched(artifact, leaves):
+    restore = fleet.restore(artifact)
+    with pytest.raises(PayloadMissingError, match=f"fetch required: .* published in example/packs at {fleet.REVISION}"):
+        resolve(Policy().evolve(**leaves), restore, with_store(GPU))
+
+    unknown = resolve(Policy().evolve(**leaves), restore, fleet.facts(GPU))
+    assert unknown["admit-packs"].repository == f"example/packs at {fleet.REVISION}"
+    for mode in ("cache-only-auto", "recovery"):
+        plan = resolve(Policy().evolve(**leaves, **{"weights.mode": mode}), restore, with_store(GPU))
+        assert plan.decision("weights.mode").effective == "recovery"
+        assert plan["admit-packs"].repository == ""
+
+
+def test_a_capture_for_recovery_demands_that_it_can_be_done(planned):
+    wanted = {
+        mode: planned(fleet.capture(), GPU, **{"weights.mode": mode})["release"].recovery
+        for mode in ("auto", "cache-only-auto", "recovery", "native")
+    }
+    assert wanted == {"auto": "auto", "cache-only-auto": "auto", "recovery": "required", "native": "auto"}
+    off = planned(fleet.capture(), GPU, **{"weights.mode": "native", "weights.recovery.enabled": False})
+    assert off["release"].recovery == "off"
+    with pytest.raises(UnsupportedError, match="no memory whose contents can leave"):
+        planned(fleet.capture(), **{"weights.mode": "recovery"})
 
 
 def test_sleep_needs_memory_that_can_leave(planned):

@@ -114,7 +114,7 @@ class Setting:
 
 
 def _exports_payload(mode: str) -> str | None:
-    return "1" if mode in ("auto", "native") else None
+    return None if mode == "image" else "1"
 
 
 def _recovers(enabled: bool) -> str | None:
@@ -196,7 +196,7 @@ SETTINGS: tuple[Setting, ...] = (
         default="0",
         implemented=True,
         meaning="1: loads are observed, a release writes the worker's native pack; "
-        "set for weights.mode auto and native.",
+        "set for every weights.mode but image.",
         projection=_exports_payload,
     ),
     Setting(

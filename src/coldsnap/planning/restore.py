@@ -17,10 +17,10 @@ from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.caches import plant_steps
 from coldsnap.planning.materialize import materialize_steps, require_materializable, require_warm
 from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
+from coldsnap.planning.selecting import at_restore, foresee, provider_choices
 from coldsnap.planning.template import refuse_other_driver, start_step, verify_steps
 from coldsnap.planning.weights import (
     PlacedWeights,
-    at_restore,
     hydrate_step,
     pack_steps,
     start_steps,
@@ -74,6 +74,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         require_warm(resolved, artifact, driver=descriptor.snapshot_driver.id, native=native)
     comparison = _compared(resolved, operation, unit, host)
     store = store_beside(operation, facts, str(artifact.path)) if native else ""
+    weights = foresee(weights, artifact, store, facts)
     captured = descriptor.compatibility.units[0].devices
     devices = unit.devices if captured and unit.devices else devices_for(unit, host, len(captured))
     if len(devices) != len(captured):
@@ -84,7 +85,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
     driver, scope = descriptor.snapshot_driver.id, descriptor.compatibility.policy
     # A template holds the driver only where it has imported what loads it.
     thawed_on = devices if driver == "n610" or scope == "target-local-v1" else ()
-    packs = pack_steps(resolved, artifact, store, facts) if native else ()
+    packs = pack_steps(weights, artifact, store, facts) if native else ()
     if operation.state == "warm":  # what is read ahead would be forgotten by the time that it is wanted
         packs = tuple(step for step in packs if not isinstance(step, PrefetchWeights))
     steps: list[Step] = [
@@ -129,7 +130,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         *(
             _started(operation, weights, store, unit, thawed="unlock-cuda" if thawed_on else "thaw")
             if driver == "n580"
-            else _woken(resolved, operation, store, native=native, thawed="unlock-cuda" if devices else "thaw")
+            else _woken(weights, operation, store, thawed="unlock-cuda" if devices else "thaw")
         ),
     ]
     context = Context(
@@ -140,6 +141,8 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         store=store,
         reason=weights.reason,
         driver=driver,
+        provider=weights.effective if native else "",
+        recoverable=native and weights.provider != "native",
     )
     stored = stored_as(descriptor.capsule.units[0].pages.compression)
     pages = Decision(name="pages", requested="", layer="", **stored)
@@ -168,6 +171,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
                 rule="a port of the captured tree that something else uses is moved to a free one, on both ends",
             ),
             *(weights_choices(resolved) if native and not weights.ordered else ()),
+            *provider_choices(weights),
         ),
     )
 
@@ -226,8 +230,9 @@ def _started(
     )
 
 
-def _woken(resolved: ResolvedPolicy, operation: Restore, store: str, *, native: bool, thawed: str) -> tuple[Step, ...]:
+def _woken(weights: PlacedWeights, operation: Restore, store: str, *, thawed: str) -> tuple[Step, ...]:
     """Return the steps from a thawed tree to an engine that has given the captured answer."""
+    resolved, native = weights.resolved, weights.native
     reconnected: tuple[Step, ...] = (Reconnect(id="reconnect", after=(thawed,), timeout_s=RECONNECT_TIMEOUT_S),)
     if operation.state == "warm":
         return (*reconnected, LeaveWarm(id="hand-over", after=("reconnect", "verify", "verify-packs")))
@@ -235,7 +240,14 @@ def _woken(resolved: ResolvedPolicy, operation: Restore, store: str, *, native: 
         # Nothing compares preverified bytes on their way: their evidence must have been looked at.
         verified = ("verify", "verify-packs") if resolved["io.verify_mode"] == "preverified" else ()
         after = ("reconnect", *verified)
-        reconnected += (hydrate_step(resolved, store, after=after, timeout_s=operation.thaw_timeout_s),)
+        hydrate = hydrate_step(
+            resolved,
+            store,
+            after=after,
+            timeout_s=operation.thaw_timeout_s,
+            checkpoint=weights.provider != "native",
+        )
+        reconnected += (hydrate,)
     return (
         *reconnected,
         AwaitReady(id="ready", after=("hydrate" if native else "reconnect",), timeout_s=operation.answer_timeout_s),

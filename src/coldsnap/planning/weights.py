@@ -7,7 +7,7 @@ memory provider (at capture) or the artifact has packs (at restore).
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from attrs import frozen
 
@@ -35,7 +35,6 @@ __all__ = [
     "READ_AHEAD",
     "PlacedWeights",
     "at_capture",
-    "at_restore",
     "export_steps",
     "hydrate_step",
     "pack_steps",
@@ -60,12 +59,25 @@ class PlacedWeights:
         native: Whether they are outside the image.
         reason: Why.
         ordered: Whether the load itself brings them out and in: the engine is started anew from packs.
+        provider: Who brings them at a restore: native (packs), recovery (the checkpoint), or either.
+        repository: With either: where an absent pack is to be fetched from first.
+        expected: What the facts say that either comes to.
     """
 
     resolved: ResolvedPolicy
     native: bool
     reason: str
     ordered: bool = False
+    provider: Literal["native", "either", "recovery"] = "native"
+    repository: str = ""
+    expected: str = ""
+
+    @property
+    def effective(self) -> str:
+        """What ``weights.mode`` comes to, in a word."""
+        if not self.native:
+            return "image"
+        return self.expected or ("native" if self.provider == "either" else self.provider)
 
 
 def at_capture(
@@ -91,7 +103,7 @@ def at_capture(
         if not releasing
         else ("on a GPU" if gpu else "without a GPU") + (" with several workers" if engine.world_size > 1 else "")
     )
-    if mode == "native" and provider is None:
+    if mode in ("native", "recovery") and provider is None:
         raise UnsupportedError(
             f"{engine.kind} {engine.model} {where} has no memory whose contents can leave while its addresses stay",
             field="weights.mode",
@@ -113,63 +125,6 @@ def at_capture(
         native=native,
         reason=reason,
     )
-
-
-def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeights:
-    """Settle where the weights of an artifact come from.
-
-    Raises:
-        UnsupportedError: The policy says where they are, and they are not there; or they would move in a way that
-            there is not.
-    """
-    weights, mode = artifact.descriptor.weights, policy.resolved()["weights.mode"]
-    native = weights.kind == "packs"
-    if artifact.descriptor.snapshot_driver.id == "n580":
-        return _started(policy, artifact)
-    has = "in packs" if native else "in the process image"
-    if mode not in ("auto", "native" if native else "image"):
-        raise UnsupportedError(
-            f"the weights of {artifact.path} are {has}",
-            field="weights.mode",
-            works=f'weights.mode = "auto" or "{"native" if native else "image"}"',
-        )
-    if native and weights.payloads is None:
-        raise UnsupportedError(
-            f"{artifact.path} names no packs, only a checkpoint", field="weights.mode", works="an artifact with packs"
-        )
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=native, policy=policy))
-    if native and resolved["io.hydration_backend"] == "gds" and not gpu:
-        raise UnsupportedError(
-            f"the weights of {artifact.path} belong into host memory, where GDS cannot bring them",
-            field="io.hydration_backend",
-            works="auto, python, buffered or direct",
-        )
-    return PlacedWeights(resolved=resolved, native=native, reason=f"the artifact has them {has}")
-
-
-def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
-    """Settle where an engine that is started anew gets its weights: from packs, where the artifact has all they need.
-
-    Raises:
-        UnsupportedError: They are wanted from somewhere else.
-    """
-    mode = policy.resolved()["weights.mode"]
-    if artifact.descriptor.weights.starts and mode in ("auto", "native"):
-        return PlacedWeights(
-            resolved=policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy)),
-            native=True,
-            ordered=True,
-            reason="an engine that is started anew loads what the captured one had loaded",
-        )
-    if artifact.descriptor.weights.starts or mode != "auto":
-        raise UnsupportedError(
-            f"the engine of {artifact.path} is started anew, and loads its "
-            + ("packs" if artifact.descriptor.weights.starts else "checkpoint"),
-            field="weights.mode",
-            works='weights.mode = "auto"',
-        )
-    resolved = policy.resolved(engine_defaults=engine_defaults(native=False, policy=policy))
-    return PlacedWeights(resolved=resolved, native=False, reason="an engine that is started anew loads its checkpoint")
 
 
 def store_beside(operation: Capture | Restore, facts: Facts, path: str) -> str:
@@ -198,10 +153,18 @@ def release_step(resolved: ResolvedPolicy, operation: Capture, store: str, *, af
         output=operation.output,
         store=store,
         discard=resolved["process.discard"],
-        recovery=resolved["weights.recovery.enabled"],
+        recovery=_recording(resolved),
+        derived_buffer_max_bytes=resolved["weights.recovery.derived_buffer_max_bytes"],
+        verify_model_bytes=resolved["weights.recovery.verify_model_bytes"],
         **writing(resolved),
         timeout_s=operation.dump_timeout_s,
     )
+
+
+def _recording(resolved: ResolvedPolicy) -> Literal["off", "auto", "required"]:
+    if resolved["weights.mode"] == "recovery":
+        return "required"
+    return "auto" if resolved["weights.recovery.enabled"] else "off"
 
 
 def writing(resolved: ResolvedPolicy) -> dict[str, Any]:
@@ -234,8 +197,18 @@ def reading(resolved: ResolvedPolicy, *, fresh: bool) -> dict[str, Any]:
     }
 
 
-def hydrate_step(resolved: ResolvedPolicy, store: str, *, after: tuple[str, ...], timeout_s: float) -> HydrateWeights:
-    """Return the step that fills the workers' memory; without a store from what the capture has written."""
+def hydrate_step(
+    resolved: ResolvedPolicy, store: str, *, after: tuple[str, ...], timeout_s: float, checkpoint: bool = False
+) -> HydrateWeights:
+    """Return the step that fills the workers' memory.
+
+    Args:
+        resolved: The policy.
+        store: Where the packs are; empty: what the capture has written a moment ago.
+        after: What it waits for.
+        timeout_s: Deadline, s.
+        checkpoint: Whether the weights may come from there.
+    """
     return HydrateWeights(
         id="hydrate",
         after=after,
@@ -243,6 +216,7 @@ def hydrate_step(resolved: ResolvedPolicy, store: str, *, after: tuple[str, ...]
         **reading(resolved, fresh=not store),
         native_library=resolved["io.native_library"] or "",
         native_sha256=resolved["io.native_sha256"] or "",
+        **(_loading(resolved) if checkpoint else {}),
         timeout_s=timeout_s,
     )
 
@@ -285,8 +259,19 @@ def start_steps(resolved: ResolvedPolicy, store: str, *, timeout_s: float) -> tu
     )
 
 
+def _loading(resolved: ResolvedPolicy) -> dict[str, Any]:
+    return {
+        "loader_backend": resolved["weights.recovery.loader_backend"],
+        "loader_chunk_bytes": resolved["weights.recovery.chunk_bytes"],
+        "loader_queue_depth": resolved["weights.recovery.queue_depth"],
+        "staging_bytes": resolved["weights.recovery.staging_bytes"],
+        "verify_bytes": resolved["weights.recovery.verify_bytes"],
+        "verify_model_bytes": resolved["weights.recovery.verify_model_bytes"],
+    }
+
+
 def pack_steps(
-    resolved: ResolvedPolicy, artifact: Artifact, store: str, facts: Facts
+    placed: PlacedWeights, artifact: Artifact, store: str, facts: Facts
 ) -> tuple[AdmitPacks | PrefetchWeights | VerifyPacks, ...]:
     """Return the steps that look at the packs and read them ahead; the first is ``admit-packs``.
 
@@ -294,16 +279,28 @@ def pack_steps(
         PayloadMissingError: The facts know the store, and it does not have a pack.
         AdmissionError: The restored engine could not see artifact or store.
     """
+    resolved = placed.resolved
     require(f"{artifact.path} cannot be restored with its weights", _unseen(resolved, (str(artifact.path), store)))
-    _require_known(artifact, store, facts)
+    if placed.provider == "native":
+        _require_known(artifact, store, facts)
     packs = tuple(sorted(artifact.packs))
     preverified = resolved["io.verify_mode"] == "preverified"
     steps: tuple[AdmitPacks | PrefetchWeights | VerifyPacks, ...] = (
-        AdmitPacks(id="admit-packs", after=("admit-artifact",), store=store, packs=packs, evidence=preverified),
+        AdmitPacks(
+            id="admit-packs",
+            after=("admit-artifact",),
+            store=store,
+            packs=packs,
+            evidence=preverified,
+            provider=placed.provider,
+            repository=placed.repository,
+        ),
         VerifyPacks(id="verify-packs", after=("admit-packs",), store=store, mode=resolved["weights.verify"]),
     )
     if resolved["io.hydration_backend"] in READ_AHEAD:
-        steps += (PrefetchWeights(id="prefetch", after=("admit-host", "admit-packs"), store=store),)
+        ahead = placed.provider != "native" and resolved["weights.recovery.loader_backend"] != "direct"
+        prefetch = PrefetchWeights(id="prefetch", after=("admit-host", "admit-packs"), store=store, checkpoint=ahead)
+        steps += (prefetch,)
     return steps
 
 

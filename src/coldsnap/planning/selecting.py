@@ -1,0 +1,143 @@
+"""Who brings the weights of a restore: packs, the checkpoint, or the process image.
+
+The one rule: only a pack that is absent lets ``auto`` recover. One that is there and is another, or is damaged, is an
+error wherever it is found.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import evolve
+
+from coldsnap.artifact import Artifact
+from coldsnap.behaviour import engine_defaults
+from coldsnap.errors import PayloadMissingError, UnsupportedError
+from coldsnap.host.facts import Facts
+from coldsnap.plan import Choice
+from coldsnap.planning.weights import PlacedWeights
+from coldsnap.policy import Policy
+
+__all__ = ["at_restore", "fetch_required", "foresee", "provider_choices"]
+
+
+def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeights:
+    """Settle where the weights of an artifact come from.
+
+    Raises:
+        UnsupportedError: The policy says where they are, and they are not there; or they would move in a way that
+            there is not.
+    """
+    weights, mode = artifact.descriptor.weights, policy.resolved()["weights.mode"]
+    if artifact.descriptor.snapshot_driver.id == "n580":
+        return _started(policy, artifact)
+    outside = weights.kind == "packs"
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=outside, policy=policy))
+    if not outside:
+        _require(mode in ("auto", "cache-only-auto", "image"), artifact, "in the process image", ("auto", "image"))
+        return PlacedWeights(resolved=resolved, native=False, reason="the artifact has them in the process image")
+    if resolved["io.hydration_backend"] == "gds" and not gpu:
+        raise UnsupportedError(
+            f"the weights of {artifact.path} belong into host memory, where GDS cannot bring them",
+            field="io.hydration_backend",
+            works="auto, python, buffered or direct",
+        )
+    provider, reason = _provider(artifact, mode)
+    return PlacedWeights(
+        resolved=resolved,
+        native=True,
+        reason=reason,
+        provider=provider,
+        repository=_repository(policy, artifact) if mode == "auto" and provider == "either" else "",
+    )
+
+
+def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
+    """Settle where an engine that is started anew gets its weights: from packs, where the artifact has all they need.
+
+    Raises:
+        UnsupportedError: They are wanted from somewhere else.
+    """
+    mode = policy.resolved()["weights.mode"]
+    if artifact.descriptor.weights.starts and mode in ("auto", "native"):
+        return PlacedWeights(
+            resolved=policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy)),
+            native=True,
+            ordered=True,
+            reason="an engine that is started anew loads what the captured one had loaded",
+        )
+    if artifact.descriptor.weights.starts or mode != "auto":
+        raise UnsupportedError(
+            f"the engine of {artifact.path} is started anew, and loads its "
+            + ("packs" if artifact.descriptor.weights.starts else "checkpoint"),
+            field="weights.mode",
+            works='weights.mode = "auto"',
+        )
+    resolved = policy.resolved(engine_defaults=engine_defaults(native=False, policy=policy))
+    return PlacedWeights(resolved=resolved, native=False, reason="an engine that is started anew loads its checkpoint")
+
+
+def _provider(artifact: Artifact, mode: str) -> tuple[Literal["native", "either", "recovery"], str]:
+    weights = artifact.descriptor.weights
+    packs, recovery = weights.payloads is not None, weights.recovery is not None
+    has = " and ".join(one for one, there in (("in packs", packs), ("in a pinned checkpoint", recovery)) if there)
+    works = tuple(one for one, there in (("auto", True), ("native", packs), ("recovery", recovery)) if there)
+    _require(mode in (*works, "cache-only-auto"), artifact, has, works)
+    if mode == "recovery" or not packs:
+        return "recovery", "the policy says so" if mode == "recovery" else "the artifact names no packs"
+    if mode == "native" or not recovery:
+        return "native", f"the artifact has them {has}"
+    return "either", f"the artifact has them {has}; the checkpoint is read where a pack is absent"
+
+
+def _require(fits: bool, artifact: Artifact, has: str, works: tuple[str, ...]) -> None:
+    if not fits:
+        listed = " or ".join(f'"{one}"' for one in works)
+        raise UnsupportedError(
+            f"the weights of {artifact.path} are {has}", field="weights.mode", works=f"weights.mode = {listed}"
+        )
+
+
+def _repository(policy: Policy, artifact: Artifact) -> str:
+    """Return where packs can be fetched from, with its revision; empty when nowhere."""
+    chosen = policy.weights.native
+    if chosen.repository is not None:
+        return f"{chosen.repository} at {chosen.revision}"
+    payloads = artifact.descriptor.weights.payloads
+    if payloads is None or payloads.repository is None:
+        return ""
+    return f"{payloads.repository} at {payloads.revision}"
+
+
+def foresee(placed: PlacedWeights, artifact: Artifact, store: str, facts: Facts) -> PlacedWeights:
+    """Say what either comes to, where the facts know the store.
+
+    Raises:
+        PayloadMissingError: A pack is absent, and is to be fetched first.
+    """
+    if placed.provider != "either" or facts.store is None or facts.store.root != store:
+        return placed
+    missing = sorted(artifact.packs - {pack.digest for pack in facts.store.packs})
+    if not missing:
+        return evolve(placed, expected="native")
+    if placed.repository:
+        raise fetch_required(missing[0], store, placed.repository)
+    reason = f"the pack {missing[0]} was not in the store {store} when it was probed: the checkpoint is read"
+    return evolve(placed, expected="recovery", reason=reason)
+
+
+def provider_choices(placed: PlacedWeights) -> tuple[Choice, ...]:
+    """Return what is settled about who brings the weights while the plan runs."""
+    if placed.provider != "either":
+        return ()
+    rule = "packs where the store has them all; where one is absent, the checkpoint; one that is another is an error"
+    return (Choice(name="provider", step="admit-packs", options=("native", "recovery"), rule=rule),)
+
+
+def fetch_required(digest: str, store: str, repository: str) -> PayloadMissingError:
+    """Return the error of a pack that is to be fetched before anything is restored."""
+    return PayloadMissingError(
+        f"fetch required: the pack {digest} is not in the store {store} and is published in {repository}; bring it "
+        'there, or recover from the checkpoint with weights.mode = "cache-only-auto" or "recovery"',
+        digest=digest,
+    )
