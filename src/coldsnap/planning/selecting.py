@@ -59,14 +59,14 @@ def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
         UnsupportedError: They are wanted from somewhere else.
     """
     mode = policy.resolved()["weights.mode"]
-    if artifact.descriptor.weights.starts and mode in ("auto", "native"):
+    if artifact.descriptor.weights.starts and mode in ("auto", "cache-only-auto", "native"):
         return PlacedWeights(
             resolved=policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy)),
             native=True,
             ordered=True,
             reason="an engine that is started anew loads what the captured one had loaded",
         )
-    if artifact.descriptor.weights.starts or mode != "auto":
+    if artifact.descriptor.weights.starts or mode not in ("auto", "cache-only-auto"):
         raise UnsupportedError(
             f"the engine of {artifact.path} is started anew, and loads its "
             + ("packs" if artifact.descriptor.weights.starts else "checkpoint"),

@@ -87,7 +87,7 @@ def capture_weights(policy: Policy, engine: Engine, *, gpu: bool) -> PlacedWeigh
     Raises:
         UnsupportedError: They are wanted in the process image, or outside it where there is no memory provider.
     """
-    if policy.resolved()["weights.mode"] == "image":
+    if policy.resolved()["weights.mode"] in ("image", "recovery"):
         raise UnsupportedError(
             "the process image of a template has no weights",
             field="weights.mode",
