@@ -296,6 +296,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--weights-seed", type=int, default=0)
     parser.add_argument("--weights-bytes", type=int, default=1 << 20)
+    parser.add_argument("--zero-bytes", type=int, default=0, help="hold so much memory that was filled with zeros")
     parser.add_argument("--weights", help="a safetensors file, loaded into memory that can be released")
     parser.add_argument("--load-format", choices=["auto", "coldsnap"], default="auto", help="as vLLM's")
     parser.add_argument("--kv-bytes", type=int, default=1 << 20)
