@@ -154,7 +154,7 @@ def remaining(before, now):
     return {
         kind: set(now[kind]) - set(was) if isinstance(was, list) else now[kind]
         for kind, was in before.items()
-        if (set(now[kind]) - set(was) if isinstance(was, list) else now[kind] != was)
+        if (set(now[kind]) - set(was) if isinstance(was, list) else now[kind] > was)
     }
 
 

@@ -1,6 +1,8 @@
 """Headers of safetensors files: what they say is where the bytes are, or they are refused with their rule."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -105,3 +107,33 @@ def test_files_are_one_index_and_a_name_in_two_of_them_is_refused(tmp_path):
     with pytest.raises(FormatError, match=r"'a' is in .*1 too") as caught:
         index([first, second, third])
     assert caught.value.rule == "safetensors.4"
+
+
+LOOKS = """
+import contextlib, os, sys
+from coldsnap.transfer.safetensors import read_header
+(stored,) = read_header(sys.argv[1])
+marker = bytes(reversed(b"sthgiew fo setyb era esehT"))  # not in this text, so that it is not found by itself
+found = 0
+# Without buffers of this script's own, which would take the place of what is looked for.
+maps, memory = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("maps", "mem"))
+lines = b"".join(iter(lambda: os.read(maps, 1 << 20), b""))
+for line in lines.decode().splitlines():
+    fields = line.split()
+    if "[heap]" in line or (len(fields) == 5 and fields[1].startswith("rw")):
+        begin, end = (int(part, 16) for part in fields[0].split("-"))
+        with contextlib.suppress(OSError):  # pages that nobody can read hold nothing
+            found += os.pread(memory, end - begin, begin).count(marker * 2)
+print(stored.length, found)
+"""
+
+
+def test_reading_a_header_leaves_no_byte_of_the_weights_in_memory(tmp_path):
+    weights = b"These are bytes of weights" * 8192
+    header = json.dumps({"a": {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + weights)
+
+    done = subprocess.run([sys.executable, "-c", LOOKS, str(path)], capture_output=True, text=True, check=False)
+
+    assert done.stdout.split() == [str(len(weights)), "0"], done.stderr

@@ -53,8 +53,9 @@ def main(argv: list[str]) -> None:
 def become(argv: list[str]) -> None:
     """Be the command: a session of its own, and the signals as this process was given them."""
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)  # which an interpreter changes for itself
+    # An interpreter changes some of them for itself, and whoever started this one may have ignored others.
+    for number in (*FORWARDED, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         os.execv(argv[0], argv)  # noqa: S606 - there is no shell, on purpose

@@ -11,6 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
 from typing import Any
 
 from attrs import frozen
@@ -77,16 +78,17 @@ def read_header(path: str | os.PathLike[str], *, whole: bool = True) -> tuple[St
         OSError: The file cannot be read.
     """
     path = os.fspath(path)
-    with open(path, "rb") as file:
+    # Unbuffered: a buffer takes the first kilobytes of the weights onto the heap, where they stay when it is freed.
+    with open(path, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("not a regular file", path=path, rule="safetensors.1")
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(_exactly(file, _LENGTH_BYTES), "little")
         data_bytes = status.st_size - _LENGTH_BYTES - length
         if data_bytes < 0 or length > HEADER_LIMIT_BYTES:
             found = f"a header of {length} bytes in a file of {status.st_size}, at most {HEADER_LIMIT_BYTES} are read"
             raise FormatError(found, path=path, rule="safetensors.1")
-        entries = _decode(file.read(length), path)
+        entries = _decode(_exactly(file, length), path)
     if not whole:
         data_bytes = _ANY_BYTES
     stored = [
@@ -96,6 +98,15 @@ def read_header(path: str | os.PathLike[str], *, whole: bool = True) -> tuple[St
     ]
     _require_apart(stored, path)
     return tuple(stored)
+
+
+def _exactly(file: FileIO, size: int) -> bytes:
+    """Read so many bytes, fewer at the end of the file alone."""
+    parts = []
+    while size and (part := file.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 def _decode(data: bytes, path: str) -> Mapping[str, Any]:
