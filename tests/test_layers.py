@@ -32,6 +32,7 @@ LAYERS = [
             "shrinking",
             "sealing",
             "capturing",
+            "launching",
             "curating",
             "hydrating",
             "recovering",

@@ -16,6 +16,7 @@ from coldsnap import (
     curating,
     dozing,
     hydrating,
+    launching,
     materializing,
     releasing,
     restoring,
@@ -166,21 +167,21 @@ def _tell(sink: EventSink | None, event: Event) -> None:
 def _act(session: Session, step: Step) -> Receipt:
     match step:
         case AdmitHost():
-            return capturing.admit_host(session, step)
+            return launching.admit_host(session, step)
         case AdmitOutput():
             return capturing.admit_output(session, step)
         case AdmitEngine():
-            return capturing.admit_engine(session, step)
+            return launching.admit_engine(session, step)
         case AdmitPlacement():
-            return capturing.admit_placement(session, step)
+            return launching.admit_placement(session, step)
         case AdmitArtifact():
             return restoring.admit_artifact(session, step)
         case LaunchEngine():
-            return capturing.launch(session, step)
+            return launching.launch(session, step)
         case AttachEngine():
             return capturing.attach(session, step)
         case AwaitReady():
-            return capturing.ready(session, step)
+            return launching.ready(session, step)
         case RecordAnswer():
             return capturing.record_answer(session, step)
         case Quiesce():
@@ -222,7 +223,7 @@ def _act(session: Session, step: Step) -> Receipt:
         case CompareAnswer():
             return restoring.compare_answer(session, step)
         case HandOver():
-            return capturing.hand_over(session, step)
+            return launching.hand_over(session, step)
         case ProveTemplate():
             return starting.prove(session, step)
         case DumpTemplate():
@@ -240,7 +241,7 @@ def _act(session: Session, step: Step) -> Receipt:
         case ReportLoad():
             return anew.report_load(session, step)
         case StopEngine():
-            return capturing.stop(session, step)
+            return launching.stop(session, step)
         case ReleaseWeights():
             return releasing.release(session, step)
         case AdmitPacks():

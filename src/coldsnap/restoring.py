@@ -15,7 +15,6 @@ from coldsnap.artifact import Artifact, Target
 from coldsnap.artifact.evidence import hash_file
 from coldsnap.artifact.held import reading
 from coldsnap.artifact.private import open_private, read_small
-from coldsnap.capturing import ENVIRONMENT
 from coldsnap.describe import target_engine
 from coldsnap.drivers import n610
 from coldsnap.engines.acceptance import Answer, Question, compare
@@ -27,6 +26,7 @@ from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, read_directive, write_directive
 from coldsnap.keeper.rundir import new_name, run_dir_for
 from coldsnap.keeper.undo import KILL
+from coldsnap.launching import ENVIRONMENT
 from coldsnap.policy import Compatibility
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session

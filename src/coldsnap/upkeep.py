@@ -10,9 +10,9 @@ from typing import cast
 
 from coldsnap.admission import require
 from coldsnap.artifact import Artifact
-from coldsnap.behaviour import native_decisions
 from coldsnap.operation import Delete, Publish, Verify
 from coldsnap.plan import Decision, Plan
+from coldsnap.planning.decisions import native_decisions
 from coldsnap.policy import ResolvedPolicy
 from coldsnap.steps import (
     AdmitDeletion,

@@ -12,7 +12,6 @@ from pathlib import Path
 from coldsnap.artifact import Artifact
 from coldsnap.artifact.held import reading
 from coldsnap.artifact.store import Store
-from coldsnap.capturing import ENVIRONMENT
 from coldsnap.engines.specs import EngineRecord, spec_from_text
 from coldsnap.errors import AdmissionError
 from coldsnap.hydrating import BUDGET_SHARE, payloads_of
@@ -20,6 +19,7 @@ from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.handle import Engine as Handle
 from coldsnap.keeper.undo import KILL
 from coldsnap.keeper.warm import Warm, mark_warm, unmark_warm, warm_of
+from coldsnap.launching import ENVIRONMENT
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.steps import AdmitWarm, LeaveWarm, ReadAhead, TakeWarm

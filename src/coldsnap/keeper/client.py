@@ -18,11 +18,12 @@ from coldsnap.errors import ColdSnapError, StepTimeout
 from coldsnap.keeper import layout
 from coldsnap.keeper.connection import ANSWER_S, Connection, connect, start
 from coldsnap.keeper.directive import DIRECTIVE_VARIABLE
-from coldsnap.keeper.operations import HELPER_GRACE_S, HYDRATE_TIMEOUT_S
+from coldsnap.keeper.operations import HELPER_GRACE_S
 from coldsnap.keeper.rundir import require_room
 from coldsnap.keeper.status import Exit, Interrupted, Process, Status, read_status
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
 from coldsnap.keeper.undo import Undo
+from coldsnap.keeper.undoing import HYDRATE_TIMEOUT_S
 
 __all__ = ["Exit", "Interrupted", "Keeper", "Process", "Status"]
 

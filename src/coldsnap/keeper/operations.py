@@ -7,23 +7,21 @@ undone. The keeper does not know what an operation means, only how to undo it.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from coldsnap.keeper import control, engine_log, launcher, layout, namespaces, request, undo
+from coldsnap.keeper import engine_log, launcher, layout, namespaces, request, undo
 from coldsnap.keeper.birth import Birth
 from coldsnap.keeper.journal import Journal
 from coldsnap.keeper.request import Refused
 from coldsnap.keeper.roster import Roster
 from coldsnap.keeper.tree import Tree, describe, read
+from coldsnap.keeper.undoing import Undoing
 
 HELPER_GRACE_S = 20.0
-CONTROL_TIMEOUT_S = 5.0
-HYDRATE_TIMEOUT_S = 600.0  # of a whole model, from a slow disk; nothing but this brings the workload back
 _LONGEST_WAIT_S = 86400.0
 _FIRST_FD, _LAST_FD = 3, 256
 _SIGNALS = 65
@@ -60,6 +58,7 @@ class Operations:
         self.finish: dict[str, Any] | None = None
         self._tree_fd = tree_fd
         self._journal = Journal(birth.dir_fd)
+        self._undoing = Undoing(birth, tree, tree_fd)
         self._roster = Roster(tree_fd)
         self._flight: _InFlight | None = None
         self._interrupted: dict[str, Any] | None = None
@@ -134,7 +133,7 @@ class Operations:
         if flight.continued or undo.CONTINUE not in flight.entries or self.tree.living_helpers("criu"):
             return
         flight.continued = True
-        self._run(undo.CONTINUE)
+        self._undoing.run(undo.CONTINUE)
 
     def _may_undo(self, flight: _InFlight, now: float) -> bool:
         return flight.kills or now >= flight.patience or not self.tree.living_helpers()
@@ -198,7 +197,7 @@ class Operations:
 
     def _undo_now(self, flight: _InFlight, why: str) -> None:
         self.tree.signal(signal.SIGKILL, self.tree.living_helpers())
-        did = self._run_all(flight.entries)
+        did = self._undoing.run_all(flight.entries)
         try:
             self._journal.undone(why, did)
         except OSError as error:  # there is no room to say so; to remove a second time what is gone does no harm
@@ -207,48 +206,6 @@ class Operations:
         self._interrupted = {"operation": flight.name, "why": why, "undone": did, "unix_ns": time.time_ns()}
         if flight.kills:
             self._finish("stopped")
-
-    def _run_all(self, entries: Sequence[undo.Undo]) -> list[str]:
-        did: list[str] = []
-        asleep = False
-        for entry in reversed(entries):
-            # An open door would have the engine answer from memory that holds anything, and nobody could tell.
-            # And a removal would take away what the memory held.
-            did.append(self._run_asleep(entry) if asleep else self._run(entry))
-            asleep = asleep or (entry == undo.control("hydrate") and undo.NOT_DONE in did[-1])
-        return did
-
-    def _run_asleep(self, entry: undo.Undo) -> str:
-        if entry == undo.control("resume"):
-            return undo.STAYS_CLOSED
-        if entry["kind"] == "remove" and entry["kept"]:
-            return undo.keep_path(self.birth.root_fd, self.birth.dir_fd, self.birth.run_dir, entry)
-        return self._run(entry)
-
-    def _run(self, entry: undo.Undo) -> str:
-        match entry["kind"]:
-            case "remove":
-                return undo.remove_path(self.birth.root_fd, entry)
-            case "continue":
-                self.tree.signal(signal.SIGCONT, [process.pid for process in self.tree.members()])
-                return "let the tree continue"
-            case "control":
-                return self._ask_ranks(entry["op"])
-            case _:
-                self.tree.kill()
-                return "killed the tree"
-
-    def _ask_ranks(self, op: str) -> str:
-        control_fd = os.open(layout.CONTROL, layout.DIRECTORY, dir_fd=self._tree_fd)
-        try:
-            timeout_s = HYDRATE_TIMEOUT_S if op == "hydrate" else CONTROL_TIMEOUT_S
-            answers = control.ask(control_fd, {"op": op, "timeout_s": timeout_s}, timeout_s)
-        finally:
-            os.close(control_fd)
-        bad = [
-            f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str) or not answer.get("ok")
-        ]
-        return f"asked {len(answers)} ranks to {op}" + (f"{undo.NOT_DONE}{'; '.join(bad)}" if bad else "")
 
     # Processes: the arguments of each are those of its message
 

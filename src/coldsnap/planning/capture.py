@@ -8,7 +8,7 @@ from typing import cast
 from attrs import evolve
 
 from coldsnap.admission import host_problems, require
-from coldsnap.behaviour import Context, decide
+from coldsnap.behaviour import Context
 from coldsnap.drivers import sequence
 from coldsnap.drivers.image_profile import image_compression
 from coldsnap.engines.base import Engine
@@ -19,6 +19,7 @@ from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.operation import Capture, EngineHandle, Placement
 from coldsnap.plan import Choice, Plan
 from coldsnap.planning.caches import cache_environment, collect_steps, launched_caches
+from coldsnap.planning.decisions import decide
 from coldsnap.planning.launch import launch_steps
 from coldsnap.planning.placing import (
     UNIT,

@@ -7,7 +7,7 @@ from typing import Literal, cast
 from attrs import asdict
 
 from coldsnap.admission import command_problems, host_problems, require
-from coldsnap.behaviour import Context, decide, runs_eagerly
+from coldsnap.behaviour import Context, runs_eagerly
 from coldsnap.engines import settings
 from coldsnap.engines.base import Engine, raise_refusals
 from coldsnap.engines.caches import planned
@@ -17,6 +17,7 @@ from coldsnap.keeper.directive import Endpoint
 from coldsnap.operation import Launch, Placement
 from coldsnap.plan import Plan
 from coldsnap.planning.caches import cache_environment, require_bound
+from coldsnap.planning.decisions import decide
 from coldsnap.planning.placing import admit_host, chosen_driver, devices_for, driver_decision, placed
 from coldsnap.planning.weights import PlacedWeights, at_capture
 from coldsnap.policy import Policy

@@ -6,7 +6,7 @@ from typing import Literal, cast
 
 from coldsnap.admission import host_problems, namespace_problems, require
 from coldsnap.artifact import Artifact, Comparison, Target
-from coldsnap.behaviour import Context, decide
+from coldsnap.behaviour import Context
 from coldsnap.describe import target_unit
 from coldsnap.drivers import sequence
 from coldsnap.drivers.image_profile import stored_as
@@ -15,6 +15,7 @@ from coldsnap.host.facts import Facts, HostFacts
 from coldsnap.operation import Placement, Restore, UnitPlacement
 from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.caches import plant_steps
+from coldsnap.planning.decisions import decide
 from coldsnap.planning.materialize import materialize_steps, require_materializable, require_warm
 from coldsnap.planning.placing import admit_host, criu_path, cuda_decision, devices_for, placed
 from coldsnap.planning.selecting import at_restore, foresee, provider_choices
