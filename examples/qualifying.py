@@ -6,11 +6,14 @@ missing is never a figure that is good.
 
 Every time is from the call that asks for it to the first token of an answer, admission included. Keys of the JSON:
 ``machine``, ``engine``, ``rows`` (name → ``seconds``, one for each repeat, ``note``), ``not_run`` (name → reason),
-``split`` (of each hot restore: step → s), ``requests`` (``first_s``, ``tenth_s``, ``tokens_per_s`` before the capture
-and after each restore), ``sizes`` (bytes by kind), ``receipts`` (of the capture: step → what was done), ``exact``
-(answers compared, and how many were different), ``restored`` (receipts of the last hot restore), ``second_capture``
-(``new_pack_bytes`` of a capture with another KV cache, ``packs`` its bytes in packs), ``engines_own`` (answers that
-were compared, and were different, after the engine's own sleep and reload), ``by_hand`` (what the rival printed),
+``split`` (of each hot restore: step → s), ``requests`` (``when``, ``first_s``, ``tenth_s``, ``rate``: of
+``measuring.Rate``; before the capture and after each restore), ``sizes`` (bytes by kind), ``receipts`` (of the
+capture: step → what was done), ``exact`` (answers compared, and how many were different), ``restored`` (receipts of the
+last hot restore), ``second_capture`` (``new_pack_bytes`` of a capture with another KV cache, ``packs`` its bytes in
+packs), ``engines_own`` (answers that were compared, and were different, after the engine's own sleep and reload),
+``by_hand`` (what the rival printed), ``work`` (``path`` and ``filesystem`` of artifact and store), ``composition``
+(``composing.py``), ``rate_ratios`` (tokens/s after each restore to those before the capture), ``still_cached`` (bytes
+that a cold restore did not read from the disk, as the page cache kept them), what ``living.py`` adds,
 ``digests`` (``tensors`` that the engine's ranks had before the capture, ``comparisons`` of all of them after a restore,
 ``different``: when → names), ``speedup`` (slowest hot restore against the fastest warm-cache cold start),
 ``over_by_hand`` (median hot restore against that of the rival ``by_hand.py``).
@@ -23,28 +26,33 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 import coldsnap as cs
+from choosing import common_arguments, workspace  # type: ignore[import-not-found]  # beside this script
 from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import Engine as Spec
 from coldsnap.engines.control import Ranks
 from coldsnap.host.mounts import filesystem_of
-from measuring import (  # type: ignore[import-not-found]  # beside this script
+from coldsnap.plan import Plan
+from composing import composition  # type: ignore[import-not-found]
+from living import Action, parts  # type: ignore[import-not-found]
+from measuring import (  # type: ignore[import-not-found]
     PROMPT,
+    NotRun,
     differences,
     evict,
     machine,
     receipts_of,
-    steady_rate,
+    steady_rates,
 )
 
 PROMPTS = (
@@ -54,8 +62,6 @@ PROMPTS = (
     "def fibonacci(n):",
     "1 2 3 4 5 6 7",
 )
-STEADY_TOKENS = 1024
-RATES = 3
 BY_HAND = "restore by hand, sleep level 2 and reload"
 DIGEST_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 300.0
@@ -64,8 +70,7 @@ Baseline = Callable[[str], float]
 """Takes the URL of a serving engine, lets it sleep and wake its own way, and returns the seconds of the waking."""
 
 
-class NotRun(Exception):
-    """A part cannot run here; the message is its reason."""
+__all__ = ["Baseline", "NotRun", "Qualification", "common_arguments", "workspace"]
 
 
 class Qualification:
@@ -79,11 +84,13 @@ class Qualification:
         self.digests: Mapping[str, Mapping[str, str]] = {}
         self.result: dict[str, Any] = {
             "machine": machine(),
+            "work": {"path": str(work), "filesystem": filesystem_of(work).type},
             "engine": {"kind": spec.kind, "model": spec.model, "args": list(spec.args)},
             "rows": {},
             "not_run": {},
             "split": [],
             "requests": [],
+            "rate_ratios": {},
             "digests": {"tensors": 0, "comparisons": 0, "different": {}},
         }
 
@@ -97,6 +104,7 @@ class Qualification:
         """Run every part; return the figures."""
         self.part("capture", self.capture)
         self.part("restore, hot", lambda: self.restores("restore, hot", self.options.restores))
+        self.living()
         if self.options.clones:
             self.part(f"restore, {self.options.clones} at once", self.clones)
         self.part("cold start, caches warm", lambda: self.warm_start(baseline, baseline_spec or self.spec))
@@ -154,7 +162,9 @@ class Qualification:
         for step in ("quiesce", "dump", "shrink", "seal", "commit"):
             self.row(f"capture: {step}", report.timeline.between(step))
         self.row("capture, whole", report.timeline.seconds)
-        self.result["sizes"] = dict(cs.Artifact.open(output).size_bytes)
+        artifact = cs.Artifact.open(output)
+        self.result["sizes"] = dict(artifact.size_bytes)
+        self.result["composition"] = composition(artifact)
         self.result["receipts"] = receipts_of(report)
 
     def restores(self, name: str, count: int, *, cold: bool = False) -> None:
@@ -174,6 +184,40 @@ class Qualification:
                 self.compare_digests(engine, f"{name} {number + 1}")
                 self.requests(engine, f"{name} {number + 1}")
             self.save()
+
+    def living(self) -> None:
+        """Do to one restored engine what leaves it alive; each is a part, with the engine that the one before left."""
+        wanted = parts(self)
+        if not wanted:
+            return
+        held: list[cs.Engine] = []
+        self.part("an engine that lives on", lambda: held.append(self.restored()))
+        try:
+            for name, action in wanted.items():
+                self.part(name, partial(self.done_to, held, action))
+        finally:
+            if held and held[-1].status().state == "running":
+                held[-1].stop()
+
+    def done_to(self, held: list[cs.Engine], action: Action) -> None:
+        """Do one of them, and hold what it leaves."""
+        held.append(action(self, self.held(held)))
+
+    def held(self, engines: Sequence[cs.Engine]) -> cs.Engine:
+        """Return the handle that is good.
+
+        Raises:
+            NotRun: There is none, or its engine has ended.
+        """
+        if not engines or engines[-1].status().state != "running":
+            raise NotRun("no engine lives")
+        return engines[-1]
+
+    def restored(self) -> cs.Engine:
+        """Restore, and compare."""
+        engine = self.execute(cs.Restore(self.captured(), placement=self.place)).serving
+        self.compare(self.asked(engine))
+        return engine
 
     def clones(self) -> None:
         """Restore several at the same moment, each at a port of its own, and ask all of them while all serve."""
@@ -214,7 +258,8 @@ class Qualification:
         if filesystem_of(artifact.path).kind == "memory":
             raise NotRun(f"{artifact.path} lies in memory, so that nothing of it can be cold")
         packs = list((self.work / "store").rglob("*.pack"))
-        evict([*(path for path in artifact.path.rglob("*") if path.is_file()), *packs])
+        kept = evict([*(path for path in artifact.path.rglob("*") if path.is_file()), *packs])
+        self.result.setdefault("still_cached", []).append(kept)
 
     def warm_start(self, baseline: Baseline | None, spec: Spec) -> None:
         """Start the engine again, with everything cached, and let it sleep and wake its own way."""
@@ -278,11 +323,13 @@ class Qualification:
         """Return where every engine is placed."""
         return cs.local(port=self.options.port)
 
+    def planned(self, operation: Any) -> Plan:
+        """Resolve with fresh facts."""
+        return cs.resolve(self.policy, operation, cs.probe(criu=self.options.criu, store=self.work / "store"))
+
     def execute(self, operation: Any) -> cs.Report:
         """Resolve with fresh facts, and run."""
-        facts = cs.probe(criu=self.options.criu, store=self.work / "store")
-        plan = cs.resolve(self.policy, operation, facts)
-        return cs.execute(plan, on_event=cs.progress(file=sys.stdout))
+        return cs.execute(self.planned(operation), on_event=cs.progress(file=sys.stdout))
 
     @contextmanager
     def launched(self, spec: Spec, name: str, note: str) -> Iterator[cs.Engine]:
@@ -335,43 +382,12 @@ class Qualification:
 
     def requests(self, engine: cs.Engine, when: str) -> None:
         """Measure the first and the tenth request from now, and steady tokens/s."""
-        url, model = engine.endpoint.url, self.spec.served_model
+        options = self.options
         seconds = [self.ask(engine, f"{PROMPTS[1]} {number}", 16).seconds for number in range(10)]
-        steady_rate(url, model, self.options.steady_tokens)  # caches and clocks are warm after this one
-        rate = statistics.median(steady_rate(url, model, self.options.steady_tokens) for _ in range(RATES))
-        self.result["requests"].append(
-            {"when": when, "first_s": seconds[0], "tenth_s": seconds[9], "tokens_per_s": rate}
-        )
-
-
-def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that every engine's qualification has."""
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has the engine and this library")
-    parser.add_argument("--criu", help="CRIU 4.2 or newer; looked for when not given")
-    parser.add_argument("--port", type=int, default=18000)
-    parser.add_argument("--work", type=Path, help="directory of artifact and store, on the filesystem to be measured")
-    parser.add_argument("--minutes", type=float, default=60, help="what has not begun by then is not run")
-    parser.add_argument("--restores", type=int, default=3)
-    parser.add_argument("--cold-restores", type=int, default=1)
-    parser.add_argument(
-        "--clones", type=int, default=0, help="restores at the same moment, at as many ports from --port"
-    )
-    parser.add_argument("--cold-starts", type=int, default=1, help="starts with warm caches")
-    parser.add_argument("--tokens", type=int, default=64, help="of each compared answer")
-    parser.add_argument(
-        "--steady-tokens", type=int, default=STEADY_TOKENS, help="of the request that rates are taken of"
-    )
-    parser.add_argument("--ready-timeout-s", type=float, default=1800)
-    parser.add_argument("--json", help="write the figures to this file, after every part")
-    parser.add_argument("--plot", type=Path, help="draw them there (needs matplotlib)")
-
-
-@contextmanager
-def workspace(given: Path | None) -> Iterator[Path]:
-    """Yield the directory to work in; a made-up one is removed."""
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        yield given.absolute()
-        return
-    with tempfile.TemporaryDirectory(prefix="coldsnap-qualify-") as made:
-        yield Path(made)
+        url, model = engine.endpoint.url, self.spec.served_model
+        rounds = {"rounds": options.rate_rounds, "warm_up": options.rate_warm_up}
+        (rate,) = steady_rates([url], model, options.steady_tokens, **rounds)
+        done = self.result["requests"]
+        done.append({"when": when, "first_s": seconds[0], "tenth_s": seconds[9], "rate": rate.told()})
+        if len(done) > 1:
+            self.result["rate_ratios"][when] = rate.median / done[0]["rate"]["tokens_per_s"]

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import composing  # type: ignore[import-not-found]  # beside this script
+
 
 def table(result: Mapping[str, Any]) -> str:
     """Return the figures as a table."""
-    lines = ["", result["machine"], ""]
+    work = result["work"]
+    lines = ["", result["machine"], f"artifact and store on {work['filesystem']}: {work['path']}", ""]
     for name, row in result["rows"].items():
         seconds = row["seconds"]
         lines.append(
@@ -23,9 +26,18 @@ def table(result: Mapping[str, Any]) -> str:
         )
     lines += [f"{name:<48} not run: {reason}" for name, reason in result["not_run"].items()]
     for one in result["requests"]:
-        text = f"{one['first_s']:.3f} s first, {one['tenth_s']:.3f} s tenth, {one['tokens_per_s']:.1f} tokens/s"
-        lines.append(f"{'requests, ' + one['when']:<48} {text}")
+        lines.append(f"{'requests, ' + one['when']:<48} {one['first_s']:.3f} s first, {one['tenth_s']:.3f} s tenth")
+        lines.append(f"{'tokens/s, ' + one['when']:<48} {_rate(one['rate'], result['rate_ratios'].get(one['when']))}")
+    if beside := result.get("beside"):
+        lines.append(f"{'tokens/s, original, asked in turns':<48} {_rate(beside['original'])}")
+        lines.append(f"{'tokens/s, its clone beside it':<48} {_rate(beside['clone'], beside['ratio'])}")
+    lines += [f"{'undo after ' + step:<48} {one['workload']}" for step, one in result.get("undone", {}).items()]
     lines += [f"{name:<48} {size / 1e6:10.1f} MB" for name, size in result.get("sizes", {}).items()]
+    lines += composing.lines(result["composition"]) if "composition" in result else []
+    if "still_cached" in result:
+        lines.append(
+            f"{'stayed in the page cache, most, cold restores':<48} {max(result['still_cached']) / 1e6:10.1f} MB"
+        )
     if second := result.get("second_capture"):
         lines.append(f"{'new pack bytes of the second capture':<48} {second['new_pack_bytes']} of {second['packs']}")
     for name in ("speedup", "over_by_hand"):
@@ -37,6 +49,14 @@ def table(result: Mapping[str, Any]) -> str:
     exact = result["exact"]
     lines.append(f"{'answers compared':<48} {exact['answers']:8d}    different: {exact['different']}")
     return "\n".join(lines)
+
+
+def _rate(rate: Mapping[str, Any], ratio: float | None = None) -> str:
+    """Say one rate in a line."""
+    text = f"{rate['tokens_per_s']:8.1f} median of {len(rate['rounds'])}, {min(rate['rounds']):.1f} to "
+    text += f"{max(rate['rounds']):.1f} by the {rate['clock']}'s clock, warm-up {len(rate['warm_up'])}"
+    text += "" if rate["settled"] else ", which had not settled"
+    return text if ratio is None else f"{text}; ratio {ratio:.3f}"
 
 
 def plot(path: Path, result: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from coldsnap.keeper.rundir import new_name
 from coldsnap.testing.reference import ReferenceEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))  # what the examples share lies beside them
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ import argparse
 import json
 import socket
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -12,6 +14,8 @@ from coldsnap.engines.acceptance import Answer
 from coldsnap.testing.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.criu
+
+MEASURED = "vllm:request_decode_time_seconds"
 
 
 def options(module, tmp_path, criu, port, *more):
@@ -22,8 +26,9 @@ def options(module, tmp_path, criu, port, *more):
 
 
 def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, example, described, criu, free_port):
-    module = example("qualifying")
-    chosen = options(module, tmp_path, criu, free_port)
+    module, living = example("qualifying"), example("living")
+    more = ("--keep", "--sleep-wake", "2", "--undo", "dump", "--undo", "nothing", "--rate-warm-up", "3")
+    chosen = options(module, tmp_path, criu, free_port, *more)
 
     checkpoint = write_checkpoint(tmp_path / "model.safetensors", size_bytes=1 << 20)
 
@@ -33,28 +38,59 @@ def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, e
     module.Qualification(spec, cs.Policy(), tmp_path, chosen).run(baseline=lambda url: 0.5, by_hand=rival)
 
     result = json.loads((tmp_path / "figures.json").read_text())
-    assert result["not_run"] == {}
+    (unknown,) = result["not_run"].values()
+    assert unknown.startswith("a capture has no step 'nothing', but ")
     assert {name: len(row["seconds"]) for name, row in result["rows"].items()} == {
         "cold start, no compile cache": 1,
         **{f"capture: {step}": 1 for step in ("quiesce", "dump", "shrink", "seal", "commit")},
         "capture, whole": 1,
         "restore, hot": 2,
+        living.KEPT: 1,
+        living.ASLEEP: 2,
+        living.AWAKE: 2,
+        f"{living.UNDONE}: dump": 1,
         "cold start, caches warm": 1,
         "baseline: the engine's own sleep and reload": 2,
         "restore, cold": 1,
         module.BY_HAND: 2,
     }
-    # Two hot restores, one warm start and one cold restore.
-    assert result["exact"] == {"answers": 4 * len(module.PROMPTS), "different": 0}
+    # Two hot restores, one warm start, one cold restore; and the engine that lived on: restored, kept, beside its
+    # clone, woken twice, spared.
+    assert result["exact"] == {"answers": 10 * len(module.PROMPTS), "different": 0}
     # Of the four matrices of the checkpoint, and the scales that are computed.
-    assert result["digests"] == {"tensors": 5, "comparisons": 3, "different": {}}
+    assert result["digests"] == {"tensors": 5, "comparisons": 8, "different": {}}
     assert [set(split) >= {"admit-artifact", "thaw", "answer"} for split in result["split"]] == [True, True]
     assert result["speedup"] > 0
     assert result["over_by_hand"] > 1
     assert result["by_hand"] == told
     assert result["engines_own"] == {"answers": 2, "different": 0}
     assert result["sizes"]["images"] > 1 << 20
+    assert_composed(result)
+    assert [one["rate"]["clock"] for one in result["requests"]] == ["client"] * 4
+    assert len(result["rate_ratios"]) == 3
+    assert result["beside"]["ratio"] == pytest.approx(
+        result["beside"]["clone"]["tokens_per_s"] / result["beside"]["original"]["tokens_per_s"]
+    )
+    assert [one["memory"] for one in result["asleep"]] == ["sleeping", "sleeping"]
+    undone = result["undone"]["dump"]
+    assert undone["error"] == "injected after dump"
+    assert undone["workload"].startswith("the engine is running as before")
+    assert not undone["output_left"]
+    assert result["work"]["path"] == str(tmp_path)
+    assert result["still_cached"][0] < result["sizes"]["images"] // 10
     assert example("showing").table(result).count("different: 0") == 2
+
+
+def assert_composed(result):
+    composed = result["composition"]
+    assert composed["without_packs"] == sum(size for kind, size in result["sizes"].items() if kind != "packs")
+    # Every page of the image belongs to a mapping of a known kind.
+    in_files = composed["pages"]["raw_bytes"] - composed["pages"]["zero_bytes"]
+    assert sum(size for kinds in composed["memory"].values() for size in kinds.values()) == in_files
+    assert all("other" not in kinds for kinds in composed["memory"].values())
+    (weights,) = composed["weights"].values()
+    assert weights["model"] == result["sizes"]["packs"] > 0
+    assert weights["residual"] > 0
 
 
 def test_clones_at_once_are_compared_while_all_of_them_serve(tmp_path, example, described, criu, free_ports):
@@ -116,3 +152,47 @@ def test_without_an_artifact_nothing_is_restored(tmp_path, example, described, c
     qualification.part("restore, hot", lambda: qualification.restores("restore, hot", 1))
 
     assert qualification.result["not_run"] == {"restore, hot": "there is no artifact"}
+
+
+class Counting(BaseHTTPRequestHandler):
+    """Answers at once, takes a millisecond for each token by its own clock, and counts an answer late."""
+
+    answers, seconds = 0, 0.0
+
+    def do_GET(self):
+        """Tell what was counted."""
+        lines = [f'{MEASURED}_count{{engine="0"}} {self.answers}.0', f'{MEASURED}_sum{{engine="0"}} {self.seconds}']
+        self._send("\n".join(["# TYPE x histogram", *lines]).encode())
+
+    def do_POST(self):
+        """Answer."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        threading.Timer(0.02, self._count, [0.001 * (body["max_tokens"] - 1)]).start()
+        self._send(json.dumps({"usage": {"completion_tokens": body["max_tokens"]}}).encode())
+
+    def _count(self, seconds):
+        Counting.answers, Counting.seconds = Counting.answers + 1, Counting.seconds + seconds
+
+    def _send(self, data):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+def test_tokens_per_second_are_by_the_clock_of_an_engine_that_has_one(example):
+    measuring = example("measuring")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Counting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        rates = measuring.steady_rates([url, url], "m", 64, rounds=2, warm_up=8)
+        server.shutdown()
+
+    for rate in rates:
+        assert rate.clock == "engine"
+        assert (len(rate.warm_up), rate.settled) == (3, True)
+        assert rate.rounds == pytest.approx([1000.0] * 2)
+        assert rate.spread == pytest.approx(0.0, abs=1e-6)
