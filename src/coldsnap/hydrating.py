@@ -18,7 +18,7 @@ from coldsnap.artifact.private import open_private
 from coldsnap.artifact.store import Store
 from coldsnap.errors import AdmissionError, EngineError, FormatError, IntegrityError, PayloadMissingError
 from coldsnap.moving import ReadingStep
-from coldsnap.planning.selecting import fetch_required
+from coldsnap.planning.selecting import fetch_required, published_in
 from coldsnap.receipts import Receipt
 from coldsnap.recovering import admit_checkpoint, loading_of, recovery_places
 from coldsnap.session import Session
@@ -44,13 +44,16 @@ BUDGET_SHARE = 0.5
 def admit_packs(session: Session, step: AdmitPacks) -> Receipt:
     """Refuse what is missing, cut short or open to others, before anything starts; or admit the checkpoint instead."""
     store = Store(step.store)
-    discarded = _require_asleep(session.need(session.artifact, "an artifact"))
+    opened = session.need(session.artifact, "an artifact")
+    discarded, weights = _require_asleep(opened), opened.descriptor.weights
     if step.provider == "recovery":
         return _recovers(session, step, requested="recovery", reason="no pack was looked at")
+    if step.provider == "either" and weights.payloads is None:  # of a warm engine, whose plan did not know it
+        return _recovers(session, step, requested="auto", reason="the artifact names no packs")
     payloads = payloads_of(session)
-    if step.provider == "either" and (absent := _absent(store, payloads)):
-        if step.repository:
-            raise fetch_required(absent, step.store, step.repository)
+    if step.provider == "either" and weights.recovery is not None and (absent := _absent(store, payloads)):
+        if repository := step.repository or (published_in(opened) if step.published else ""):
+            raise fetch_required(absent, step.store, repository)
         return _recovers(session, step, requested="auto", reason=f"the pack {absent} is not in the store {store.root}")
     for payload in payloads:
         path = store.path(payload.sha256)

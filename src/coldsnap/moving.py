@@ -117,6 +117,8 @@ class AdmitPacks(BaseStep):
         provider: native: all of them, or nothing. either: where one is absent, the checkpoint, file by file as it was.
             recovery: the checkpoint, and no pack is looked at.
         repository: With either: where an absent pack is to be fetched from, before anybody recovers.
+        published: With either: whether the repository that the artifact names counts, too; a plan that knows the
+            artifact names it itself.
     """
 
     phase: ClassVar[Phase] = "ADMIT"
@@ -125,6 +127,7 @@ class AdmitPacks(BaseStep):
     evidence: bool
     provider: Literal["native", "either", "recovery"] = "native"
     repository: str = ""
+    published: bool = False
 
 
 @frozen(kw_only=True)
@@ -281,11 +284,15 @@ class AdmitWarm(BaseStep):
     Attributes:
         run_dir: The engine's run directory.
         artifact: The artifact's directory.
+        mode: ``weights.mode``: how the weights are to come, which must be one that the artifact knows.
+        materialize: ``weights.native.materialize``.
     """
 
     phase: ClassVar[Phase] = "ADMIT"
     run_dir: str
     artifact: str
+    mode: str
+    materialize: str
 
 
 @frozen(kw_only=True)

@@ -20,6 +20,8 @@ from coldsnap.keeper.handle import Engine as Handle
 from coldsnap.keeper.undo import KILL
 from coldsnap.keeper.warm import Warm, mark_warm, unmark_warm, warm_of
 from coldsnap.launching import ENVIRONMENT
+from coldsnap.planning.materialize import require_materializable
+from coldsnap.planning.selecting import provider_of
 from coldsnap.receipts import Receipt
 from coldsnap.session import Session
 from coldsnap.steps import AdmitWarm, LeaveWarm, ReadAhead, TakeWarm
@@ -82,6 +84,8 @@ def admit(session: Session, step: AdmitWarm) -> Receipt:
             f"{step.artifact} is not the artifact that the engine in {step.run_dir} came from: expected {warm.digest}, "
             f"found {opened.digest}; bring that one back, or stop the engine"
         )
+    provider_of(opened, step.mode)
+    require_materializable(step.materialize, opened)
     record = EngineRecord.from_text(keeper.labels[ENVIRONMENT], path=f"{step.run_dir}/keeper.json")
     session.artifact, session.engine = opened, spec_from_text(record.spec)
     session.environment, session.report.artifact = record.environment, opened.path

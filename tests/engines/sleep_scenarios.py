@@ -272,6 +272,26 @@ def the_rank_releases_on_a_thread_of_its_own():
     }
 
 
+def both_ends_of_each_tensor_are_compared_after_a_recovery():
+    world = World("ends")
+    told = []
+    for spoilt in (None, "second.scale"):
+        identity = {"model_id": "example/two-layers", "revision": "a" * 40}
+        sampled = {"model": identity, "recovery": "required", "verify_model_bytes": 32}
+        world.resident.operations()["release"](request(world) | sampled)
+        if spoilt:  # what is compared is what the model has then, whoever wrote it
+            ends = world.resident.memory._ends
+            world.resident.memory._ends = lambda size: {**ends(size), spoilt: "another"}  # noqa: B023
+        wake = {"op": "hydrate", "provider": "recovery", "loader": {"verify_model_bytes": 32}}
+        told.append(refusal(lambda: world.resident.operations()["hydrate"](wake)))  # noqa: B023
+    return {
+        "told": told,
+        "compared": sorted(world.resident.memory._last.samples.digests),
+        "failed": world.state()["state"],
+        "equal": world.bytes() == world.before,
+    }
+
+
 def the_guard_caps_what_vllm_chose():
     world = World("guard")
     capped, log = world.worker.determine_available_memory(), world.log[-1]
@@ -330,6 +350,7 @@ SCENARIOS = (
     without_a_directory_nothing_is_given_away,
     level_two_is_vllms_own,
     the_rank_releases_on_a_thread_of_its_own,
+    both_ends_of_each_tensor_are_compared_after_a_recovery,
     the_guard_caps_what_vllm_chose,
     a_process_without_a_worker_skips,
     a_worker_without_vllms_allocator_is_left_alone,

@@ -88,6 +88,15 @@ def test_a_rank_releases_and_hydrates_on_its_own_thread(seen):
     assert told["equal"] and told["beside"]
 
 
+def test_both_ends_of_every_parameter_and_buffer_are_compared_after_a_recovery(seen):
+    told = seen["both_ends_of_each_tensor_are_compared_after_a_recovery"]
+    assert told["compared"] == ["first.scale", "first.weight", "second.scale", "second.weight"]
+    assert told["told"][0] is None
+    assert told["told"][1].startswith("IntegrityError")
+    assert "1 parameters and buffers are not what they were before the release: second.scale" in told["told"][1]
+    assert told["failed"] == "failed" and told["equal"]
+
+
 def test_the_kv_cache_that_vllm_chose_is_capped_and_one_that_the_user_chose_is_not(seen):
     told = seen["the_guard_caps_what_vllm_chose"]
     assert told["mib"] == [65, 80, 80] and "more than the device has left" in told["log"]

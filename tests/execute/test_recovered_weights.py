@@ -145,6 +145,36 @@ def test_a_published_pack_is_to_be_fetched_before_anybody_recovers(lab, kept):
     restored(lab, kept, leaves | {"weights.mode": "cache-only-auto"})
 
 
+@pytest.fixture
+def warm(lab, kept):
+    """A warm engine of an artifact whose pack is away."""
+    return lab.run(cs.Restore(kept.artifact, placement=lab.placement(), state="warm")).engine
+
+
+@pytest.mark.parametrize("policy", [{}, RECOVERY | {"weights.recovery.verify_model_bytes": 64}])
+def test_a_warm_engine_whose_pack_is_absent_recovers(lab, kept, warm, policy):
+    with pytest.raises(PayloadMissingError):
+        lab.run(cs.Restore(warm), {"weights.mode": "native"})
+    assert lab.run(cs.Status(warm)).receipt("status").effective == "warm"
+
+    report = lab.run(cs.Restore(warm), policy)
+
+    assert report.receipt("admit-packs").effective == "recovery"
+    assert report.receipt("hydrate").details["checkpoint_bytes"] >= SIZE_BYTES - 4096
+    assert (ask(report.engine), digests(report.engine)) == (kept.answer, kept.digests)
+
+
+def test_a_warm_engine_is_refused_what_its_artifact_does_not_allow_and_stays_warm(lab, kept, warm, whole):
+    published = {"weights.native.repository": "example/packs", "weights.native.revision": "0" * 40}
+    with pytest.raises(PayloadMissingError, match="fetch required"):
+        lab.run(cs.Restore(warm), published)
+    write_checkpoint(whole, seed=1, size_bytes=SIZE_BYTES + 4096)
+    with pytest.raises(IntegrityError, match="another model or revision"):
+        lab.run(cs.Restore(warm), published | {"weights.mode": "cache-only-auto"})
+    assert lab.run(cs.Status(warm)).receipt("status").effective == "warm"
+    lab.run(cs.Stop(warm))
+
+
 def test_a_flipped_byte_of_the_checkpoint_is_refused_before_any_token(lab, kept, whole):
     stored = next(one for one in read_header(whole) if one.name == "recurrent")
     data = bytearray(whole.read_bytes())

@@ -116,7 +116,7 @@ def test_a_warm_engine_is_not_woken_captured_or_asked_for_its_packs(lab, home, w
 def test_what_is_refused_before_the_weights_move_leaves_it_warm(lab, home, warm, pack, tmp_path):
     aside = pack.rename(tmp_path / "aside")
     with pytest.raises(PayloadMissingError, match=pack.name) as failed:
-        lab.run(cs.Restore(warm.engine))
+        lab.run(cs.Restore(warm.engine), {"weights.mode": "native"})
     assert "running as before" in failed.value.report.workload
     aside.rename(pack)
     gone = home.artifact.path.rename(tmp_path / "gone")
@@ -150,6 +150,20 @@ def test_an_engine_with_another_answer_is_not_kept(lab, home, tmp_path):
 
     assert "nothing is left running" in failed.value.report.workload
     assert not warm.run_dir.exists()
+
+
+def test_a_warm_engine_does_not_recover_what_its_artifact_has_no_copies_of(lab, home, tmp_path):
+    shutil.copytree(home.artifact.path, tmp_path / "artifact")
+    packs_only = evolve(home.artifact.descriptor.weights, recovery=None)
+    artifact = changed(cs.Artifact.open(tmp_path / "artifact"), weights=packs_only)
+    warm = lab.run(cs.Restore(artifact, placement=lab.placement(), state="warm", store=home.store)).engine
+
+    with pytest.raises(UnsupportedError, match="are in packs") as refusal:
+        lab.run(cs.Restore(warm, store=home.store), {"weights.mode": "recovery"})
+
+    assert refusal.value.field == "weights.mode"
+    assert state(lab, warm) == "warm"
+    assert ask(lab.run(cs.Restore(warm, store=home.store)).engine) == home.answer
 
 
 def test_what_cannot_be_warm_is_refused_by_name(lab, home, artifact, warm):
@@ -199,7 +213,7 @@ def test_a_preparation_verifies_and_reads_everything_and_starts_nothing(lab, hom
 def test_a_preparation_refuses_what_the_restore_would_refuse(lab, home, pack, tmp_path):
     aside = pack.rename(tmp_path / "aside")
     with pytest.raises(PayloadMissingError, match=pack.name):
-        lab.run(cs.Prepare(home.artifact, placement=lab.placement()))
+        lab.run(cs.Prepare(home.artifact, placement=lab.placement()), {"weights.mode": "native"})
     aside.rename(pack)
     with pytest.raises(UnsupportedError, match="are in packs"):
         lab.run(cs.Prepare(home.artifact, placement=lab.placement()), {"weights.mode": "image"})

@@ -23,19 +23,23 @@ __all__ = ["materialize_steps", "plan_materialization", "require_materializable"
 POLICY = "weights.native.materialize"
 
 
-def require_materializable(resolved: ResolvedPolicy, artifact: Artifact) -> None:
+def require_materializable(value: str, artifact: Artifact) -> None:
     """Refuse to write packs of an artifact that names none, or out of an engine that cannot be read while it serves.
+
+    Args:
+        value: ``weights.native.materialize``.
+        artifact: What is restored.
 
     Raises:
         UnsupportedError: It has its weights in the image, or is one of SGLang.
     """
-    if resolved[POLICY] != "off" and artifact.descriptor.engine.kind == "sglang":
+    if value != "off" and artifact.descriptor.engine.kind == "sglang":
         raise UnsupportedError(
             f"{artifact.path} is of SGLang, whose memory changes hands in its scheduler's own pass alone",
             field=POLICY,
             works='"off": a pack that is staged in the store is used',
         )
-    if resolved[POLICY] != "off" and artifact.descriptor.weights.payloads is None:
+    if value != "off" and artifact.descriptor.weights.payloads is None:
         raise UnsupportedError(
             f"{artifact.path} names no pack that could be written",
             field=POLICY,

@@ -70,7 +70,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
     refuse_other_driver(policy, artifact)
     weights = at_restore(policy, artifact, gpu=bool(host.gpus and descriptor.compatibility.units[0].devices))
     resolved, native = weights.resolved, weights.native
-    require_materializable(resolved, artifact)
+    require_materializable(resolved["weights.native.materialize"], artifact)
     if operation.state == "warm":
         require_warm(resolved, artifact, driver=descriptor.snapshot_driver.id, native=native)
     comparison = _compared(resolved, operation, unit, host)

@@ -18,7 +18,18 @@ from coldsnap.plan import Choice
 from coldsnap.planning.weights import PlacedWeights
 from coldsnap.policy import Policy
 
-__all__ = ["at_restore", "fetch_required", "foresee", "provider_choices"]
+__all__ = [
+    "EITHER_RULE",
+    "at_restore",
+    "configured_repository",
+    "fetch_required",
+    "foresee",
+    "provider_choices",
+    "provider_of",
+    "published_in",
+]
+
+EITHER_RULE = "packs where the store has them all; where one is absent, the checkpoint; one that is another is an error"
 
 
 def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeights:
@@ -42,7 +53,7 @@ def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeight
             field="io.hydration_backend",
             works="auto, python, buffered or direct",
         )
-    provider, reason = _provider(artifact, mode)
+    provider, reason = provider_of(artifact, mode)
     return PlacedWeights(
         resolved=resolved,
         native=True,
@@ -77,7 +88,16 @@ def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
     return PlacedWeights(resolved=resolved, native=False, reason="an engine that is started anew loads its checkpoint")
 
 
-def _provider(artifact: Artifact, mode: str) -> tuple[Literal["native", "either", "recovery"], str]:
+def provider_of(artifact: Artifact, mode: str) -> tuple[Literal["native", "either", "recovery"], str]:
+    """Return who brings weights that are outside the image, and why.
+
+    Args:
+        artifact: Of n610, with its weights outside the image.
+        mode: ``weights.mode``.
+
+    Raises:
+        UnsupportedError: The artifact does not know that way.
+    """
     weights = artifact.descriptor.weights
     packs, recovery = weights.payloads is not None, weights.recovery is not None
     has = " and ".join(one for one, there in (("in packs", packs), ("in a pinned checkpoint", recovery)) if there)
@@ -100,9 +120,17 @@ def _require(fits: bool, artifact: Artifact, has: str, works: tuple[str, ...]) -
 
 def _repository(policy: Policy, artifact: Artifact) -> str:
     """Return where packs can be fetched from, with its revision; empty when nowhere."""
+    return configured_repository(policy) or published_in(artifact)
+
+
+def configured_repository(policy: Policy) -> str:
+    """Return the repository that the policy names, with its revision; empty when it names none."""
     chosen = policy.weights.native
-    if chosen.repository is not None:
-        return f"{chosen.repository} at {chosen.revision}"
+    return "" if chosen.repository is None else f"{chosen.repository} at {chosen.revision}"
+
+
+def published_in(artifact: Artifact) -> str:
+    """Return the repository that an artifact names, with its revision; empty when it names none."""
     payloads = artifact.descriptor.weights.payloads
     if payloads is None or payloads.repository is None:
         return ""
@@ -130,8 +158,7 @@ def provider_choices(placed: PlacedWeights) -> tuple[Choice, ...]:
     """Return what is settled about who brings the weights while the plan runs."""
     if placed.provider != "either":
         return ()
-    rule = "packs where the store has them all; where one is absent, the checkpoint; one that is another is an error"
-    return (Choice(name="provider", step="admit-packs", options=("native", "recovery"), rule=rule),)
+    return (Choice(name="provider", step="admit-packs", options=("native", "recovery"), rule=EITHER_RULE),)
 
 
 def fetch_required(digest: str, store: str, repository: str) -> PayloadMissingError:

@@ -6,18 +6,20 @@ The one rule: what is done ahead refuses what the restore would refuse, since it
 from __future__ import annotations
 
 import os
-from typing import cast
+from collections.abc import Mapping
+from typing import Literal, cast
 
 from attrs import evolve
 
 from coldsnap.behaviour import engine_defaults
-from coldsnap.errors import AdmissionError, UnsupportedError
+from coldsnap.errors import AdmissionError
 from coldsnap.host.facts import Facts
 from coldsnap.operation import EngineHandle, Prepare, Restore
-from coldsnap.plan import Decision, Plan
+from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.materialize import materialize_steps
 from coldsnap.planning.placing import admit_host
 from coldsnap.planning.restore import plan_restore
+from coldsnap.planning.selecting import EITHER_RULE, configured_repository
 from coldsnap.planning.sleep import memory_provider
 from coldsnap.planning.weights import READ_AHEAD, STORE, hydrate_step
 from coldsnap.policy import Policy
@@ -40,6 +42,7 @@ from coldsnap.steps import (
 __all__ = ["plan_preparation", "plan_running"]
 
 TAKE_TIMEOUT_S = 30.0
+PROVIDERS: Mapping[str, Literal["native", "either", "recovery"]] = {"native": "native", "recovery": "recovery"}
 
 
 def plan_preparation(policy: Policy, operation: Prepare, facts: Facts) -> Plan:
@@ -73,9 +76,11 @@ def _looks(step: Step) -> bool:
 def plan_running(policy: Policy, operation: Restore, facts: Facts) -> Plan:
     """Plan that a warm engine gets its weights, answers, and runs.
 
+    Its artifact is opened when the plan runs, and refuses there what it does not know, before anything moves.
+
     Raises:
         AdmissionError: It was not restored.
-        UnsupportedError: It has no memory provider, or the policy wants its weights elsewhere.
+        UnsupportedError: It has no memory provider, or the policy wants its weights in the process.
     """
     handle = cast("EngineHandle", operation.artifact)
     resolved = policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy))
@@ -83,10 +88,8 @@ def plan_running(policy: Policy, operation: Restore, facts: Facts) -> Plan:
     if "artifact" not in labels:
         raise AdmissionError(f"the engine in {run_dir} was launched, not restored; there is nothing to restore it from")
     provider = memory_provider(policy, handle, facts)
-    if resolved["weights.mode"] not in ("auto", "native"):
-        raise UnsupportedError(
-            "a warm engine gets its weights from its packs", field="weights.mode", works='"auto" or "native"'
-        )
+    mode = resolved["weights.mode"]
+    who = PROVIDERS.get(mode, "either")
     store, why = os.path.join(os.path.dirname(labels["artifact"]), STORE), "beside the artifact"
     if operation.store is not None:
         store, why = operation.store, "the operation names it"
@@ -94,16 +97,38 @@ def plan_running(policy: Policy, operation: Restore, facts: Facts) -> Plan:
         store, why = facts.store.root, "it was probed"
     preverified = resolved["io.verify_mode"] == "preverified"
     verified = ("verify-packs",) if preverified else ()
-    reads = resolved["io.hydration_backend"] in READ_AHEAD
+    reads, recovers = resolved["io.hydration_backend"] in READ_AHEAD, who != "native"
+    ahead = recovers and resolved["weights.recovery.loader_backend"] != "direct"
     written = materialize_steps(resolved, store, after="answer", timeout_s=operation.thaw_timeout_s)
     steps: tuple[Step, ...] = (
         admit_host(facts.host("local"), resolved["process.namespace"]),
-        AdmitWarm(id="admit-warm", run_dir=run_dir, artifact=labels["artifact"]),
-        AdmitPacks(id="admit-packs", after=("admit-warm",), store=store, packs=(), evidence=preverified),
+        AdmitWarm(
+            id="admit-warm",
+            run_dir=run_dir,
+            artifact=labels["artifact"],
+            mode=mode,
+            materialize=resolved["weights.native.materialize"],
+        ),
+        AdmitPacks(
+            id="admit-packs",
+            after=("admit-warm",),
+            store=store,
+            packs=(),
+            evidence=preverified,
+            provider=who,
+            repository=configured_repository(policy) if mode == "auto" else "",
+            published=mode == "auto",
+        ),
         VerifyPacks(id="verify-packs", after=("admit-packs",), store=store, mode=resolved["weights.verify"]),
-        *([PrefetchWeights(id="prefetch", after=("admit-host", "admit-packs"), store=store)] if reads else []),
+        *(
+            [PrefetchWeights(id="prefetch", after=("admit-host", "admit-packs"), store=store, checkpoint=ahead)]
+            if reads
+            else []
+        ),
         TakeWarm(id="take", after=("admit-host", "admit-packs"), timeout_s=TAKE_TIMEOUT_S),
-        hydrate_step(resolved, store, after=("take", *verified), timeout_s=operation.thaw_timeout_s),
+        hydrate_step(
+            resolved, store, after=("take", *verified), timeout_s=operation.thaw_timeout_s, checkpoint=recovers
+        ),
         AwaitReady(id="ready", after=("hydrate",), timeout_s=operation.answer_timeout_s),
         CompareAnswer(id="answer", after=("ready", "verify-packs"), timeout_s=operation.answer_timeout_s),
         *written,
@@ -118,4 +143,7 @@ def plan_running(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             Decision(name="memory provider", requested="", layer="", effective=provider, reason="as it was launched"),
             Decision(name="store", requested="", layer="", effective=store, reason=why),
         ),
+        choices=(Choice(name="provider", step="admit-packs", options=("native", "recovery"), rule=EITHER_RULE),)
+        if who == "either"
+        else (),
     )

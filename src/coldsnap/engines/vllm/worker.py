@@ -124,6 +124,7 @@ class Resident:
         self.memory = WorkerMemory(
             self._cumem,
             split=lambda: self._split(settle),
+            ends=self._ends,
             hooks=Hooks(before_release=self._before_release, after_hydrate=self._after_hydrate),
         )
 
@@ -200,6 +201,11 @@ class Resident:
             copies=settled.copies,
             derived=settled.derived,
         )
+
+    def _ends(self, most_bytes: int) -> Mapping[str, str]:
+        from coldsnap.engines.weights.digests import ends_of  # noqa: PLC0415  torch is there once a model is
+
+        return ends_of(self._worker.get_model(), most_bytes)
 
     def _before_release(self) -> None:
         self._require_mapped()  # a sleep of vLLM's own, that is: of one that was made here it is known
