@@ -16,16 +16,16 @@ def artifact(kind, payloads=("pack",)):
 @pytest.mark.parametrize("value", ["async", "required"])
 def test_an_artifact_of_sglang_is_not_materialized(value):
     with pytest.raises(UnsupportedError, match="SGLang") as caught:
-        require_materializable({POLICY: value}, artifact("sglang"))
+        require_materializable(value, artifact("sglang"))
     assert caught.value.field == POLICY
 
 
 @pytest.mark.parametrize("value", ["async", "required"])
 def test_an_artifact_without_packs_is_not_materialized(value):
     with pytest.raises(UnsupportedError, match="names no pack"):
-        require_materializable({POLICY: value}, artifact("vllm", payloads=None))
+        require_materializable(value, artifact("vllm", payloads=None))
 
 
 @pytest.mark.parametrize(("value", "kind"), [("off", "sglang"), ("async", "vllm"), ("required", "reference")])
 def test_everything_else_goes_on(value, kind):
-    require_materializable({POLICY: value}, artifact(kind))
+    require_materializable(value, artifact(kind))
