@@ -37,7 +37,7 @@ LAYERS = [
             "hydrating",
             "recovering",
         ],
-        *["anew", "restoring", "starting", "dozing", "materializing", "warming", "seeding"],
+        *["anew", "restoring", "starting", "dozing", "materializing", "repacking", "warming", "seeding"],
         *["execute", "progress", "diagnosing"],
     ],
     ["testing"],

@@ -19,6 +19,7 @@ from coldsnap import (
     launching,
     materializing,
     releasing,
+    repacking,
     restoring,
     sealing,
     seeding,
@@ -49,6 +50,7 @@ from coldsnap.steps import (
     DeleteArtifact,
     DumpTemplate,
     DumpTree,
+    FetchPacks,
     HandOver,
     HydrateWeights,
     InspectEngine,
@@ -70,6 +72,7 @@ from coldsnap.steps import (
     Reconnect,
     RecordAnswer,
     ReleaseWeights,
+    RepackCheckpoint,
     ReportLoad,
     RestoreCuda,
     ResumeEngine,
@@ -282,6 +285,10 @@ def _act(session: Session, step: Step) -> Receipt:
             return curating.collect_packs(session, step)
         case PublishPacks():
             return curating.publish_packs(session, step)
+        case FetchPacks():
+            return repacking.fetch(session, step)
+        case RepackCheckpoint():
+            return repacking.repack(session, step)
         case PushArtifact():
             return curating.push_artifact(session, step)
         case _:

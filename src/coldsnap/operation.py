@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from coldsnap.errors import PolicyError
 from coldsnap.placement import Placement, UnitPlacement, absolute, absolute_each, local, optional_absolute
-from coldsnap.subjects import ArtifactLike, EngineHandle, EngineSpec, handle, opened, positive
+from coldsnap.subjects import ArtifactLike, EngineHandle, EngineSpec, handle, handle_or_opened, opened, positive
 
 __all__ = [
     "ArtifactLike",
@@ -139,17 +139,19 @@ class Restore:
 
 @frozen(kw_only=True)
 class Prepare:
-    """Do what a restore would do first, and activate nothing: admit, verify, read ahead. Safe to repeat.
+    """Do what a restore would do first, and activate nothing: fetch, admit, verify, read ahead. Safe to repeat.
 
     Attributes:
         artifact: An opened artifact.
         placement: Where it will be restored.
-        store: As of a restore.
+        store: As of a restore; packs that are fetched go there.
+        endpoint: Another hub than the client's own, for packs that are fetched.
     """
 
     artifact: ArtifactLike = field(kw_only=False, validator=opened)
     placement: Placement
     store: str | None = field(default=None, converter=optional_absolute)
+    endpoint: str | None = None
 
 
 @frozen(kw_only=True)
@@ -312,22 +314,28 @@ class Publish:
 
 @frozen(kw_only=True)
 class Materialize:
-    """Give the store the packs of a restored engine again, out of its memory, while it serves.
+    """Give the store the packs of an artifact again: out of the memory of an engine, or out of the checkpoint.
 
     Packs that are there are admitted and not written.
 
     Attributes:
-        engine: Its handle.
+        subject: The handle of an engine that was restored from the artifact, which serves meanwhile; or the opened
+            artifact, whose pinned checkpoint is read then.
         store: The root of the store that gets the packs. ``None``: the store that was probed, else the directory
-            ``store`` beside the artifact that it was restored from.
-        wait: Whether to wait for the packs; ``Status`` tells how they are doing otherwise.
-        timeout_s: How long the writing may take when it is waited for, s; it goes on after that.
+            ``store`` beside the artifact.
+        wait: Whether to wait for the packs of an engine; ``Status`` tells how they are doing otherwise.
+        timeout_s: How long an engine's writing may take when it is waited for, s; it goes on after that.
     """
 
-    engine: EngineHandle = field(kw_only=False, validator=handle)
+    subject: EngineHandle | ArtifactLike = field(kw_only=False, validator=handle_or_opened)
     store: str | None = field(default=None, converter=optional_absolute)
     wait: bool = True
     timeout_s: float = field(default=1800.0, validator=positive)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.wait and not isinstance(self.subject, EngineHandle):
+            expected = "expected True with an artifact, since nobody goes on when the caller has ended"
+            raise PolicyError([("$.wait", expected)], what="operation")
 
 
 Operation = (

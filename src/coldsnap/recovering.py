@@ -18,7 +18,7 @@ from coldsnap.session import Session
 from coldsnap.steps import HydrateWeights
 from coldsnap.transfer.checkpoint import require_files
 
-__all__ = ["admit_checkpoint", "loading_of", "recovery_places"]
+__all__ = ["admit_checkpoint", "loading_of", "recovery_manifest", "recovery_places"]
 
 
 def admit_checkpoint(session: Session) -> int:
@@ -34,7 +34,7 @@ def admit_checkpoint(session: Session) -> int:
     source = session.need(opened.descriptor.weights.recovery, "an artifact with a checkpoint")
     files: dict[str, SourceFile] = {}
     for one in opened.descriptor.weights.workers:
-        manifest = _manifest(session, one)
+        manifest = recovery_manifest(session, one)
         found = manifest.model_source
         if (found.model_id, found.revision) != (source.model_id, source.revision):
             raise IntegrityError(
@@ -83,7 +83,8 @@ def loading_of(step: HydrateWeights) -> Mapping[str, Any]:
     }
 
 
-def _manifest(session: Session, one: WorkerWeights) -> RecoveryManifest:
+def recovery_manifest(session: Session, one: WorkerWeights) -> RecoveryManifest:
+    """Return how one worker loaded its checkpoint."""
     opened = session.need(session.artifact, "an artifact")
     file = session.need(one.recovery_manifest, "an artifact with a checkpoint")
     return read_document(RecoveryManifest, Path(opened.path, file.path), sha256=file.sha256)

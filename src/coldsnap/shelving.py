@@ -15,9 +15,11 @@ __all__ = [
     "AdmitDeletion",
     "CollectPacks",
     "DeleteArtifact",
+    "FetchPacks",
     "OpenArtifact",
     "PublishPacks",
     "PushArtifact",
+    "RepackCheckpoint",
     "ShelvingStep",
     "VerifyArtifact",
 ]
@@ -93,6 +95,36 @@ class PublishPacks(BaseStep):
 
 
 @frozen(kw_only=True)
+class FetchPacks(BaseStep):
+    """Fetch the packs that the store lacks from the repository that has them; one that is there is not fetched.
+
+    Attributes:
+        store: The root of the store.
+        repository: ``owner/name``.
+        revision: The 40-hex commit.
+        endpoint: Another hub than the client's own; empty: that one.
+    """
+
+    phase: ClassVar[Phase] = "ADMIT"
+    store: str
+    repository: str
+    revision: str
+    endpoint: str
+
+
+@frozen(kw_only=True)
+class RepackCheckpoint(BaseStep):
+    """Write the packs that the store lacks out of the pinned checkpoint, each under its digest or not at all.
+
+    Attributes:
+        store: The root of the store.
+    """
+
+    phase: ClassVar[Phase] = "SETTLE"
+    store: str
+
+
+@frozen(kw_only=True)
 class PushArtifact(BaseStep):
     """Verify the artifact and push it, without its packs, to a registry."""
 
@@ -102,5 +134,13 @@ class PushArtifact(BaseStep):
 
 
 ShelvingStep = (
-    OpenArtifact | VerifyArtifact | AdmitDeletion | DeleteArtifact | CollectPacks | PublishPacks | PushArtifact
+    OpenArtifact
+    | VerifyArtifact
+    | AdmitDeletion
+    | DeleteArtifact
+    | CollectPacks
+    | PublishPacks
+    | FetchPacks
+    | RepackCheckpoint
+    | PushArtifact
 )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from coldsnap.errors import PolicyError
 
-__all__ = ["ArtifactLike", "EngineHandle", "EngineSpec", "handle", "opened", "positive"]
+__all__ = ["ArtifactLike", "EngineHandle", "EngineSpec", "handle", "handle_or_opened", "opened", "positive"]
 
 
 @runtime_checkable
@@ -66,3 +66,10 @@ def opened(_instance: object, _attribute: object, value: Any) -> None:
         raise PolicyError(
             [("$.artifact", f"expected an opened artifact (Artifact.open), found {value!r}")], what="operation"
         )
+
+
+def handle_or_opened(_instance: object, _attribute: object, value: Any) -> None:
+    """Demand the handle of a running engine, or an opened artifact."""
+    if not isinstance(value, EngineHandle | ArtifactLike):
+        expected = "expected the handle of a running engine, or an opened artifact (Artifact.open)"
+        raise PolicyError([("$.subject", f"{expected}, found {value!r}")], what="operation")

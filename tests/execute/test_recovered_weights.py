@@ -8,13 +8,26 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from attrs import evolve
 from lab import Lab, ask, kill_rank, port_is_free, tagged, until, unused_port
 
 import coldsnap as cs
 from coldsnap.engines.control import Ranks
-from coldsnap.errors import ColdSnapError, IntegrityError, PayloadMissingError, StepError
+from coldsnap.errors import (
+    ArtifactError,
+    ColdSnapError,
+    IntegrityError,
+    PayloadMissingError,
+    PolicyError,
+    StepError,
+    UnsupportedError,
+)
 from coldsnap.testing.checkpoint import write_checkpoint
 from coldsnap.transfer.safetensors import read_header
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "artifact"))
+
+from hub_server import HubServer  # noqa: E402
 
 pytestmark = pytest.mark.criu
 
@@ -173,6 +186,123 @@ def test_a_warm_engine_is_refused_what_its_artifact_does_not_allow_and_stays_war
         lab.run(cs.Restore(warm), published | {"weights.mode": "cache-only-auto"})
     assert lab.run(cs.Status(warm)).receipt("status").effective == "warm"
     lab.run(cs.Stop(warm))
+
+
+# -- packs without an engine ------------------------------------------------------------------------------------------
+
+
+def test_a_pack_is_made_of_the_checkpoint_without_an_engine(lab, kept, tmp_path):
+    before = tagged(kept.tag)
+    report = lab.run(cs.Materialize(kept.artifact, store=tmp_path / "store"))
+    again = lab.run(cs.Materialize(kept.artifact, store=tmp_path / "store"))
+
+    assert (report.engine, report.workload) == (None, "nothing was started")
+    assert tagged(kept.tag) == before
+    receipt = report.receipt("materialize")
+    assert (receipt.effective, receipt.bytes) == ("ready", kept.hidden.stat().st_size)
+    (pack,) = (tmp_path / "store").rglob("*.pack")
+    assert (pack.name, pack.read_bytes()) == (kept.pack.name, kept.hidden.read_bytes())
+    assert again.receipt("materialize").bytes == 0
+    native = lab.run(
+        cs.Restore(kept.artifact, placement=lab.placement(), store=tmp_path / "store"), {"weights.mode": "native"}
+    )
+    assert (ask(native.engine), digests(native.engine)) == (kept.answer, kept.digests)
+
+
+@pytest.mark.parametrize("change", ["flipped", "missing", "revision"])
+def test_another_checkpoint_makes_no_pack(lab, kept, whole, tmp_path, change):
+    if change == "missing":
+        whole.unlink()
+    elif change == "revision":
+        write_checkpoint(whole, seed=1, size_bytes=SIZE_BYTES + 4096)
+    else:
+        stored = next(one for one in read_header(whole) if one.name == "embedding")
+        data = bytearray(whole.read_bytes())
+        data[stored.file_offset + 1000] ^= 1
+        whole.write_bytes(data)
+    match = {"flipped": "the tensor embedding is not", "missing": "is missing", "revision": "another model or revision"}
+
+    with pytest.raises(IntegrityError, match=match[change]) as failed:
+        lab.run(cs.Materialize(kept.artifact, store=tmp_path / "store"))
+
+    assert failed.value.report.workload == "nothing was started"
+    assert not list((tmp_path / "store").rglob("*.pack"))
+    assert not [one for one in (tmp_path / "store").rglob("*") if one.is_file() and one.stat().st_size]
+
+
+def test_an_artifact_without_copies_or_without_a_pack_is_refused_by_name(lab, kept):
+    weights = kept.artifact.descriptor.weights
+    unlisted = evolve(kept.artifact.descriptor, weights=evolve(weights, recovery=None))
+    unnamed = evolve(kept.artifact.descriptor, weights=evolve(weights, payloads=None))
+    with pytest.raises(UnsupportedError, match="does not say how its checkpoint was loaded"):
+        lab.run(cs.Materialize(evolve(kept.artifact, descriptor=unlisted)))
+    with pytest.raises(UnsupportedError, match="names no pack that could be written"):
+        lab.run(cs.Materialize(evolve(kept.artifact, descriptor=unnamed)))
+    with pytest.raises(PolicyError, match="expected True with an artifact"):
+        cs.Materialize(kept.artifact, wait=False)
+    with pytest.raises(PolicyError, match="handle of a running engine, or an opened artifact"):
+        cs.Materialize("artifacts/one")
+
+
+# -- packs from a hub -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(kept, monkeypatch):
+    """The pack in a repository of a hub, and what names it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    with HubServer() as server:
+        kept.hidden.rename(kept.pack)
+        try:
+            operation = cs.Publish(
+                kept.artifact,
+                store=kept.pack.parents[2],
+                repository="example/packs",
+                endpoint=server.endpoint,
+                create=True,
+            )
+            told = cs.execute(cs.resolve(cs.Policy(), operation, cs.Facts(hosts={}))).receipt("packs")
+        finally:
+            kept.pack.rename(kept.hidden)
+        leaves = {"weights.native.repository": "example/packs", "weights.native.revision": told.details["revision"]}
+        yield SimpleNamespace(leaves=leaves, endpoint=server.endpoint)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")
+def test_a_preparation_fetches_what_is_published_and_the_restore_is_native(lab, kept, published, tmp_path):
+    store = tmp_path / "store"
+    prepare = cs.Prepare(kept.artifact, placement=lab.placement(), store=store, endpoint=published.endpoint)
+
+    report = lab.run(prepare, published.leaves)
+    again = lab.run(prepare, published.leaves)
+
+    receipt = report.receipt("fetch-packs")
+    assert (receipt.effective, receipt.bytes) == ("1 packs fetched, 0 were there", kept.hidden.stat().st_size)
+    assert again.receipt("fetch-packs").effective == "0 packs fetched, 1 were there"
+    assert report.receipt("admit-packs").effective == f"1 packs in {store}"
+    (pack,) = store.rglob("*.pack")
+    assert pack.read_bytes() == kept.hidden.read_bytes()
+    native = lab.run(cs.Restore(kept.artifact, placement=lab.placement(), store=store), published.leaves)
+    assert native.receipt("admit-packs").effective == f"1 packs in {store}"
+    assert ask(native.engine) == kept.answer
+
+
+def test_a_preparation_says_what_the_hub_does_not_have_and_cache_only_never_asks(lab, kept, tmp_path):
+    leaves = {"weights.native.repository": "example/packs", "weights.native.revision": "0" * 40}
+    never = leaves | {"weights.mode": "cache-only-auto"}
+    with HubServer() as server:
+        prepare = cs.Prepare(
+            kept.artifact, placement=lab.placement(), store=tmp_path / "store", endpoint=server.endpoint
+        )
+        with pytest.raises(ArtifactError, match="example/packs@0000"):
+            lab.run(prepare, leaves)
+        with pytest.raises(UnsupportedError, match="nothing would be fetched"):
+            lab.run(prepare, never)
+        report = lab.run(evolve(prepare, endpoint=None), never)
+    assert report.receipt("admit-packs").effective == "recovery"
+    assert "fetch-packs" not in [receipt.step for receipt in report.receipts]
 
 
 def test_a_flipped_byte_of_the_checkpoint_is_refused_before_any_token(lab, kept, whole):

@@ -6,7 +6,8 @@ from attrs import evolve
 
 from coldsnap.errors import AdmissionError, PayloadMissingError, PolicyError, UnsupportedError
 from coldsnap.host.facts import Facts, FilesystemFacts, PackFacts, StoreFacts
-from coldsnap.operation import Sleep, Wake
+from coldsnap.operation import Materialize, Prepare, Sleep, Wake, local
+from coldsnap.plan import Plan
 from coldsnap.policy import Policy
 from coldsnap.resolve import resolve
 
@@ -215,3 +216,37 @@ def test_only_regions_that_there_are_can_be_woken(tags):
 def test_only_the_handle_of_an_engine_sleeps():
     with pytest.raises(PolicyError, match="expected the handle of a running engine"):
         Sleep("/run/coldsnap/tiny")
+
+
+@pytest.mark.parametrize("repository", ["example/packs", None])
+def test_a_preparation_fetches_what_the_probed_store_lacks_where_a_repository_is_known(repository):
+    artifact, facts = fleet.with_packs(GPU, repository=repository, recoverable=False), with_store(GPU)
+    prepare = Prepare(artifact, placement=local(port=8000))
+    if repository is None:
+        with pytest.raises(PayloadMissingError, match="was not in the store /store"):
+            resolve(Policy(), prepare, facts)
+        return
+
+    plan = resolve(Policy(), prepare, facts)
+
+    fetch = plan["fetch-packs"]
+    assert (fetch.store, fetch.repository, fetch.revision) == ("/store", "example/packs", fleet.REVISION)
+    assert "fetch-packs" in plan["admit-packs"].after
+    assert before(plan, "fetch-packs", "admit-packs")
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_repository_of_the_policy_comes_before_the_one_that_the_artifact_names():
+    artifact = fleet.with_packs(GPU, repository="example/packs")
+    chosen = Policy().evolve(**{"weights.native.repository": "our/mirror", "weights.native.revision": "b" * 40})
+    plan = resolve(chosen, Prepare(artifact, placement=local(port=8000)), with_store(GPU))
+    assert (plan["fetch-packs"].repository, plan["fetch-packs"].revision) == ("our/mirror", "b" * 40)
+
+
+def test_a_pack_is_made_of_the_checkpoint_into_the_named_store_else_the_probed_else_beside_the_artifact():
+    artifact = fleet.with_packs(GPU)
+    assert resolve(Policy(), Materialize(artifact, store="/named"), with_store(GPU))["materialize"].store == "/named"
+    assert resolve(Policy(), Materialize(artifact), with_store(GPU))["materialize"].store == "/store"
+    plan = resolve(Policy(), Materialize(artifact), fleet.facts(GPU))
+    assert plan["materialize"].store == "/artifacts/store"
+    assert Plan.from_json(plan.to_json()) == plan

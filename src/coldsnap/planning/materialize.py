@@ -6,17 +6,18 @@ The one rule: nothing is written that an artifact does not name.
 from __future__ import annotations
 
 import os
+from typing import cast
 
 from coldsnap.artifact import Artifact
 from coldsnap.behaviour import engine_defaults
 from coldsnap.errors import UnsupportedError
 from coldsnap.host.facts import Facts
-from coldsnap.operation import Materialize
+from coldsnap.operation import EngineHandle, Materialize
 from coldsnap.plan import Decision, Plan
 from coldsnap.planning.sleep import memory_provider
 from coldsnap.planning.weights import STORE
 from coldsnap.policy import Policy, ResolvedPolicy
-from coldsnap.steps import MaterializeEngine, MaterializePacks
+from coldsnap.steps import MaterializeEngine, MaterializePacks, OpenArtifact, RepackCheckpoint
 
 __all__ = ["materialize_steps", "plan_materialization", "require_materializable", "require_warm"]
 
@@ -87,14 +88,17 @@ def materialize_steps(
 
 
 def plan_materialization(policy: Policy, operation: Materialize, facts: Facts) -> Plan:
-    """Plan that a restored engine writes its packs.
+    """Plan that a restored engine writes its packs, or that they are made of the checkpoint.
 
     Raises:
-        UnsupportedError: It has no memory provider, or was not restored from an artifact.
+        UnsupportedError: The engine has no memory provider, or was not restored from an artifact; or the artifact
+            names no packs, or lists no copies of its load.
     """
+    if not isinstance(operation.subject, EngineHandle):
+        return _plan_repacking(operation, facts)
     resolved = policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy))
-    run_dir, labels = str(operation.engine.run_dir), operation.engine.labels
-    provider = memory_provider(policy, operation.engine, facts)
+    run_dir, labels = str(operation.subject.run_dir), operation.subject.labels
+    provider = memory_provider(policy, operation.subject, facts)
     if "artifact" not in labels:
         raise UnsupportedError(
             f"the engine in {run_dir} was launched and not restored, so no artifact says which pack it has",
@@ -102,11 +106,7 @@ def plan_materialization(policy: Policy, operation: Materialize, facts: Facts) -
             works="an engine that was restored; this one can be captured (Capture)",
         )
     artifact = labels["artifact"]
-    store, why = os.path.join(os.path.dirname(artifact), STORE), "beside the artifact"
-    if operation.store is not None:
-        store, why = operation.store, "the operation names it"
-    elif facts.store is not None:
-        store, why = facts.store.root, "it was probed"
+    store, why = _store(operation, facts, artifact)
     step = MaterializeEngine(
         id="materialize",
         run_dir=run_dir,
@@ -127,3 +127,42 @@ def plan_materialization(policy: Policy, operation: Materialize, facts: Facts) -
             Decision(name="store", requested="", layer="", effective=store, reason=why),
         ),
     )
+
+
+def _plan_repacking(operation: Materialize, facts: Facts) -> Plan:
+    artifact = cast("Artifact", operation.subject)
+    weights = artifact.descriptor.weights
+    if weights.payloads is None:
+        raise UnsupportedError(
+            f"{artifact.path} names no pack that could be written", field="artifact", works="an artifact with packs"
+        )
+    if weights.recovery is None:
+        raise UnsupportedError(
+            f"{artifact.path} does not say how its checkpoint was loaded, so no pack can be made of it",
+            field="artifact",
+            works="an artifact with a recovery manifest, or Materialize of an engine that was restored from this one",
+        )
+    store, why = _store(operation, facts, str(artifact.path))
+    source = f"{weights.recovery.model_id} at {weights.recovery.revision}"
+    return Plan(
+        operation="materialize",
+        driver="none",
+        subject=f"{artifact.descriptor.engine.kind} {artifact.descriptor.engine.model.id} in {artifact.path}",
+        steps=(
+            OpenArtifact(id="open", artifact=str(artifact.path), digest=artifact.digest),
+            RepackCheckpoint(id="materialize", after=("open",), store=store),
+        ),
+        decisions=(
+            Decision(name="source", requested="", layer="", effective=source, reason="there is no engine"),
+            Decision(name="store", requested="", layer="", effective=store, reason=why),
+        ),
+    )
+
+
+def _store(operation: Materialize, facts: Facts, artifact: str) -> tuple[str, str]:
+    """Return the root of the store that gets the packs, and why that one."""
+    if operation.store is not None:
+        return operation.store, "the operation names it"
+    if facts.store is not None:
+        return facts.store.root, "it was probed"
+    return os.path.join(os.path.dirname(artifact), STORE), "beside the artifact"

@@ -23,6 +23,7 @@ __all__ = [
     "at_restore",
     "configured_repository",
     "fetch_required",
+    "fetched_from",
     "foresee",
     "provider_choices",
     "provider_of",
@@ -129,6 +130,17 @@ def configured_repository(policy: Policy) -> str:
     return "" if chosen.repository is None else f"{chosen.repository} at {chosen.revision}"
 
 
+def fetched_from(policy: Policy, artifact: Artifact) -> tuple[str, str] | None:
+    """Return repository and revision that packs are fetched from ahead of a restore; None: nobody fetches."""
+    weights, chosen = artifact.descriptor.weights, policy.weights.native
+    if weights.payloads is None or policy.resolved()["weights.mode"] not in ("auto", "native"):
+        return None
+    repository, revision = chosen.repository, chosen.revision
+    if repository is None:
+        repository, revision = weights.payloads.repository, weights.payloads.revision
+    return None if repository is None or revision is None else (repository, revision)
+
+
 def published_in(artifact: Artifact) -> str:
     """Return the repository that an artifact names, with its revision; empty when it names none."""
     payloads = artifact.descriptor.weights.payloads
@@ -165,6 +177,6 @@ def fetch_required(digest: str, store: str, repository: str) -> PayloadMissingEr
     """Return the error of a pack that is to be fetched before anything is restored."""
     return PayloadMissingError(
         f"fetch required: the pack {digest} is not in the store {store} and is published in {repository}; bring it "
-        'there, or recover from the checkpoint with weights.mode = "cache-only-auto" or "recovery"',
+        'there (Prepare), or recover from the checkpoint with weights.mode = "cache-only-auto" or "recovery"',
         digest=digest,
     )

@@ -11,17 +11,18 @@ from typing import Literal, cast
 
 from attrs import evolve
 
+from coldsnap.artifact import Artifact
 from coldsnap.behaviour import engine_defaults
-from coldsnap.errors import AdmissionError
+from coldsnap.errors import AdmissionError, UnsupportedError
 from coldsnap.host.facts import Facts
 from coldsnap.operation import EngineHandle, Prepare, Restore
 from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.materialize import materialize_steps
 from coldsnap.planning.placing import admit_host
 from coldsnap.planning.restore import plan_restore
-from coldsnap.planning.selecting import EITHER_RULE, configured_repository
+from coldsnap.planning.selecting import EITHER_RULE, configured_repository, fetched_from
 from coldsnap.planning.sleep import memory_provider
-from coldsnap.planning.weights import READ_AHEAD, STORE, hydrate_step
+from coldsnap.planning.weights import READ_AHEAD, STORE, hydrate_step, store_beside
 from coldsnap.policy import Policy
 from coldsnap.steps import (
     AdmitPacks,
@@ -29,6 +30,7 @@ from coldsnap.steps import (
     AdmitWarm,
     AwaitReady,
     CompareAnswer,
+    FetchPacks,
     HandOver,
     PlantCaches,
     PrefetchWeights,
@@ -42,6 +44,7 @@ from coldsnap.steps import (
 __all__ = ["plan_preparation", "plan_running"]
 
 TAKE_TIMEOUT_S = 30.0
+FETCH = "fetch-packs"
 PROVIDERS: Mapping[str, Literal["native", "either", "recovery"]] = {"native": "native", "recovery": "recovery"}
 
 
@@ -50,11 +53,19 @@ def plan_preparation(policy: Policy, operation: Prepare, facts: Facts) -> Plan:
 
     Raises:
         AdmissionError: The restore would be refused.
-        PayloadMissingError: The probed store lacks a pack.
+        PayloadMissingError: The probed store lacks a pack, and no repository has it.
     """
-    restore = Restore(operation.artifact, placement=operation.placement, store=operation.store)
+    artifact = cast("Artifact", operation.artifact)
+    source = _source(policy, operation, artifact)
+    restore = Restore(artifact, placement=operation.placement, store=operation.store)
+    if source is not None:
+        # What the probed store lacks is no reason to refuse: it is fetched.
+        restore = evolve(restore, store=store_beside(restore, facts, str(artifact.path)))
+        facts = evolve(facts, store=None)
     plan = plan_restore(policy, restore, facts)
-    kept = tuple(step for step in plan if _looks(step))
+    kept: list[Step] = [step for step in plan if _looks(step)]
+    if source is not None:
+        kept = _fetching(kept, operation, source)
     ids = {step.id for step in kept}
     steps: list[Step] = [evolve(step, after=tuple(one for one in step.after if one in ids)) for step in kept]
     # What the restore would read through the page cache, and would read ahead itself while CRIU works.
@@ -65,6 +76,33 @@ def plan_preparation(policy: Policy, operation: Prepare, facts: Facts) -> Plan:
     steps.append(ahead)
     decisions = tuple(one for one in plan.decisions if not one.name.startswith("cuda"))
     return evolve(plan, operation="prepare", steps=tuple(steps), decisions=decisions, choices=())
+
+
+def _source(policy: Policy, operation: Prepare, artifact: Artifact) -> tuple[str, str] | None:
+    """Return repository and revision that absent packs are fetched from; None: nowhere."""
+    source = fetched_from(policy, artifact)
+    if operation.endpoint and source is None:
+        raise UnsupportedError(
+            "a hub is named, and nothing would be fetched from it",
+            field="endpoint",
+            works="leaving it out, or packs in a repository (weights.native.repository) that the policy may use",
+        )
+    return source
+
+
+def _fetching(steps: list[Step], operation: Prepare, source: tuple[str, str]) -> list[Step]:
+    """Return the steps with one that fetches before the packs are looked at."""
+    repository, revision = source
+    at, admit = next((number, step) for number, step in enumerate(steps) if isinstance(step, AdmitPacks))
+    fetch = FetchPacks(
+        id=FETCH,
+        after=("admit-host", "admit-artifact"),
+        store=admit.store,
+        repository=repository,
+        revision=revision,
+        endpoint=operation.endpoint or "",
+    )
+    return [*steps[:at], fetch, evolve(admit, after=(*admit.after, FETCH)), *steps[at + 1 :]]
 
 
 def _looks(step: Step) -> bool:
