@@ -12,8 +12,10 @@ from coldsnap.behaviour import ANY, WORKING
 from coldsnap.drivers.findings import KINDS
 from coldsnap.engines.argument_limits import MODEL_LIMITS
 from coldsnap.engines.sglang import arguments as sglang_arguments
+from coldsnap.engines.specs import spec_from_text
 from coldsnap.engines.vllm import arguments
-from coldsnap.operation import Capture, Placement, UnitPlacement, local
+from coldsnap.keeper.handle import Engine
+from coldsnap.operation import Capture, Placement, Sleep, UnitPlacement, local
 from coldsnap.policy import Policy, leaves
 from coldsnap.resolve import resolve
 
@@ -138,6 +140,38 @@ SITUATIONS = {
     ),
     "another `process.namespace` than at capture": lambda: planned(
         fleet.restore(fleet.captured_on(fleet.cpu_host())), **{"process.namespace": "host"}
+    ),
+}
+
+
+def sglang_of(artifact):
+    document = artifact.descriptor
+    return evolve(artifact, descriptor=evolve(document, engine=evolve(document.engine, kind="sglang")))
+
+
+# What stands in the first column of the first table, and how it comes about.
+NOT_HERE = {
+    "engines other than vLLM and SGLang": lambda: spec_from_text('{"kind":"llama.cpp","model":"tiny"}'),
+    "an engine that ColdSnap did not start: it has no keeper, no control socket, perhaps io_uring": lambda: (
+        Engine.attach("/proc/self")
+    ),
+    "weights outside the process image for an engine without a memory provider, or with several workers of vLLM": (
+        lambda: planned(
+            fleet.capture(spec=fleet.engine(args=("-tp", "2"))), fleet.gpu_host(count=2), **{"weights.mode": "native"}
+        )
+    ),
+    "sleep of an engine without a memory provider": lambda: planned(Sleep(fleet.Handle())),
+    "a warm restore of an artifact with its weights in the image": lambda: planned(
+        fleet.restore(fleet.captured_on(fleet.cpu_host()), state="warm")
+    ),
+    "a template (n580) of an engine that runs already": SITUATIONS[
+        "an engine that runs already, where the driver is n580"
+    ],
+    "several hosts; several units": SITUATIONS["several hosts, or several units"],
+    "`weights.native.materialize` with SGLang, whose memory changes hands in its scheduler's own pass alone": lambda: (
+        planned(
+            fleet.restore(sglang_of(fleet.with_packs(fleet.cpu_host()))), **{"weights.native.materialize": "required"}
+        )
     ),
 }
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from limit_tables import SITUATIONS, finding_rows, limit_rows, model_rows, policy_rows
+from limit_tables import NOT_HERE, SITUATIONS, finding_rows, limit_rows, model_rows, policy_rows
 
 from coldsnap import errors
 from coldsnap.drivers.criu import GHOST_LIMIT_BYTES
@@ -65,6 +65,18 @@ def test_a_situation_is_refused_with_the_error_and_the_sentence_of_the_document(
 
     assert type(refusal.value) is getattr(errors, error)
     assert matches(sentence, str(refusal.value))
+
+
+def test_what_is_not_in_this_version_is_all_of_what_is_tried_here():
+    assert [what for what, _, _ in rows_of("Not in this version")] == list(NOT_HERE)
+
+
+@pytest.mark.parametrize(("what", "error", "_"), rows_of("Not in this version"))
+def test_what_is_not_in_this_version_is_refused_with_the_error_of_the_document(what, error, _):
+    with pytest.raises(errors.ColdSnapError) as refusal:
+        NOT_HERE[what]()
+
+    assert type(refusal.value) is getattr(errors, error)
 
 
 def test_the_table_of_the_doctor_is_the_table_of_the_code():

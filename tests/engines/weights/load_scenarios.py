@@ -512,7 +512,7 @@ def default_loader():
 
 @scenario
 def hooks_on_the_default_loader():
-    loads, module = loading.Loads(), default_loader()
+    loads, module = loading.VllmLoads(), default_loader()
     before = loads.loaded({})
     loads.watch(module)
     _, paths = checkpoint(DIRECTORY / "hooked")
@@ -540,7 +540,7 @@ def hooks_on_the_default_loader():
 
 @scenario
 def loads_that_are_not_observed():
-    loads, module = loading.Loads(), default_loader()
+    loads, module = loading.VllmLoads(), default_loader()
     loads.watch(module)
     _, paths = checkpoint(DIRECTORY / "unobserved")
     model = Model()
@@ -559,7 +559,7 @@ def loads_that_are_not_observed():
 
 @scenario
 def what_stands_in_the_way_of_the_hooks():
-    loads, module = loading.Loads(), default_loader()
+    loads, module = loading.VllmLoads(), default_loader()
     loads.watch(module)
     _, paths = checkpoint(DIRECTORY / "wrong")
     twice = paths[0].with_name("twice.safetensors")
@@ -583,7 +583,7 @@ def what_stands_in_the_way_of_the_hooks():
     sealed = nn.Module()
     sealed.p = Sealed(torch.zeros(1), requires_grad=False)
     return {
-        "lacks": told(lambda: loading.Loads().watch(types.ModuleType("default_loader"))),
+        "lacks": told(lambda: loading.VllmLoads().watch(types.ModuleType("default_loader"))),
         "twice": told(load(*paths, twice)),
         "cut": told(load(cut)),
         "absent": told(load(paths[0].with_name("absent.safetensors"))),

@@ -4,8 +4,7 @@ SGLang's default loader makes an iterator of weights from a list of files, and h
 ``load_weights_and_postprocess``. Both are hooked: the iterators bind what they yield, and the model's own
 ``load_weights`` runs under an observer.
 
-The one rule: that of vLLM's observer: observing is asked for before the engine is launched, and then it happens; what
-stands in its way ends the load.
+The one rule: that of :mod:`coldsnap.engines.weights.loads`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from weakref import WeakSet
 
 from coldsnap.engines.sglang.contract import ITERATORS
 from coldsnap.engines.sglang.hooking import Hook, Wrapper
-from coldsnap.engines.vllm.loading import Loads, is_asked_for
+from coldsnap.engines.weights.loads import Loads, is_asked_for
 
 __all__ = ["SglangLoads", "is_asked_for", "loads"]
 
@@ -52,7 +51,7 @@ class SglangLoads(Loads):
         if model in self._by_model or model in self.unobserved:
             return original(model, *args, **kwargs)  # weights that are updated: what is where was seen at first
         load_weights = model.load_weights
-        observed = self._observing(lambda _, __, *rest, **named: load_weights(*rest, **named))
+        observed = self.observing(lambda _, __, *rest, **named: load_weights(*rest, **named))
         # Releases differ in what they do before and after; all of them call this.
         model.load_weights = lambda *rest, **named: observed(DefaultModelLoader(), model, *rest, **named)
         try:
@@ -61,7 +60,7 @@ class SglangLoads(Loads):
             del model.load_weights
 
     def _read(self, original: Wrapper, *args: Any, **kwargs: Any) -> Any:
-        return self._binding(original)(*args, **kwargs)
+        return self.binding(original)(*args, **kwargs)
 
 
 loads = SglangLoads()

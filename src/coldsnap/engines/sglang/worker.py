@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from attrs import define, evolve, field
 
@@ -21,6 +21,7 @@ from coldsnap.artifact.extents import Allocation
 from coldsnap.engines.rank import Busy, Operation
 from coldsnap.engines.sglang.memory import WEIGHTS, AtBoundary, Move
 from coldsnap.engines.weights.copies import Placed
+from coldsnap.engines.weights.settled import Settled
 from coldsnap.engines.weights.split import Split, Written, split
 from coldsnap.engines.weights.worker import Hooks, WorkerMemory
 from coldsnap.errors import UnsupportedError
@@ -44,26 +45,6 @@ CHUNK_BYTES = 256 << 20
 QUEUE_DEPTH = 4
 _TRANSFER = {"chunk_bytes": CHUNK_BYTES, "queue_depth": QUEUE_DEPTH}
 _LATE_S = 60.0  # after the front end was answered, until this rank's own reply is there
-
-
-class Settled(Protocol):
-    """What a load wrote, at its final addresses."""
-
-    @property
-    def written(self) -> Iterable[Written]:
-        """Stretches that are exactly known."""
-
-    @property
-    def kept(self) -> Mapping[str, int]:
-        """Reason → bytes of the destinations that were left out."""
-
-    @property
-    def copies(self) -> Iterable[Placed]:
-        """The copies that wrote the stretches, in order."""
-
-    @property
-    def derived(self) -> Mapping[str, int]:
-        """Parameters and buffers that no copy explains → bytes."""
 
 
 @define(eq=False)

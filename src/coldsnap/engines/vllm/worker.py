@@ -15,42 +15,22 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from coldsnap.artifact.extents import Allocation
 from coldsnap.engines.rank import Busy, Operation
 from coldsnap.engines.vllm import kv_guard
 from coldsnap.engines.vllm.allocator import KV_CACHE, WEIGHTS, CumemMemory
 from coldsnap.engines.vllm.kv_payload import KvStorage, Remnants, storages_of
-from coldsnap.engines.weights.copies import Placed
-from coldsnap.engines.weights.split import Split, Written, split
+from coldsnap.engines.weights.settled import Settled
+from coldsnap.engines.weights.split import Split, split
 from coldsnap.engines.weights.worker import Hooks, WorkerMemory
 
 __all__ = ["Resident", "Settle", "Settled", "resident"]
 
 Reply = Mapping[str, Any]
 Log = Callable[[str], None]
-
-
-class Settled(Protocol):
-    """What a load wrote, at its final addresses."""
-
-    @property
-    def written(self) -> Iterable[Written]:
-        """Stretches that are exactly known."""
-
-    @property
-    def kept(self) -> Mapping[str, int]:
-        """Reason → bytes of the destinations that were left out."""
-
-    @property
-    def copies(self) -> Iterable[Placed]:
-        """The copies that wrote the stretches, in order."""
-
-    @property
-    def derived(self) -> Mapping[str, int]:
-        """Parameters and buffers that no copy explains → bytes."""
 
 
 Settle = Callable[[Any], Settled]
