@@ -132,6 +132,7 @@ def execute(plan: Plan, *, on_event: EventSink | None = None, fault_point: Fault
             fault_point(step, when, keeper_pid=session.keeper_pid)
 
     try:
+        restoring.start_ahead(session)
         run(
             plan,
             lambda step: _act(session, step),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from coldsnap.engines.environment import environment_still_is
 from coldsnap.engines.specs import COMMAND, SPEC, EngineRecord, spec_from_text, spec_to_text
 from coldsnap.errors import AdmissionError, CompatibilityError, IntegrityError
 from coldsnap.hydrating import require_awake
-from coldsnap.keeper.client import Keeper
+from coldsnap.keeper.client import Interpreter, Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, read_directive, write_directive
 from coldsnap.keeper.rundir import new_name, run_dir_for
 from coldsnap.keeper.undo import KILL
@@ -46,7 +47,7 @@ from coldsnap.steps import (
 SMALL_BYTES = 1 << 20
 """Up to this size a file is hashed before the start: a millisecond."""
 
-__all__ = ["admit_artifact", "compare_answer", "reconnect", "stage", "start_keeper", "thaw", "verify"]
+__all__ = ["admit_artifact", "compare_answer", "reconnect", "stage", "start_ahead", "start_keeper", "thaw", "verify"]
 
 
 def admit_artifact(session: Session, step: AdmitArtifact) -> Receipt:
@@ -94,6 +95,13 @@ def _require_whole(opened: Artifact) -> None:
                 )
 
 
+def start_ahead(session: Session) -> None:
+    """Start the keeper's interpreter, if there will be one, beside the admission; a refusal ends it."""
+    if any(isinstance(step, StartKeeper) for step in session.plan):
+        session.interpreter = Interpreter(sys.executable)
+        session.stack.callback(session.interpreter.close)
+
+
 def start_keeper(session: Session, step: StartKeeper) -> Receipt:
     """Start the keeper; until the hand-over a dead caller takes everything with it."""
     opened = session.need(session.artifact, "an artifact")
@@ -116,7 +124,8 @@ def start_keeper(session: Session, step: StartKeeper) -> Receipt:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="coldsnap-beside") as beside:
         # What the stage needs first is loaded while the keeper's interpreter starts.
         loaded = beside.submit(n610.load_messages)
-        keeper = session.take(Keeper.start(run_dir, namespace=step.namespace, labels=labels))
+        started = Keeper.start(run_dir, namespace=step.namespace, labels=labels, interpreter=session.interpreter)
+        keeper = session.take(started)
         loaded.result()
     keeper.begin("restore", [KILL])
     prepare(session)

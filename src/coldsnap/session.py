@@ -30,7 +30,7 @@ from coldsnap.engines.environment import EngineEnvironment
 from coldsnap.engines.model import ModelIdentity
 from coldsnap.errors import ColdSnapError
 from coldsnap.host.facts import HostFacts
-from coldsnap.keeper.client import Keeper
+from coldsnap.keeper.client import Interpreter, Keeper
 from coldsnap.keeper.directive import Endpoint, read_directive
 from coldsnap.keeper.rundir import is_full
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
@@ -80,6 +80,7 @@ class Session:
         serving: Whether the engine was serving before: then a failure leaves it serving.
         keeper: The keeper, while an operation of this execution is in flight there.
         keeper_pid: Its pid as this process sees it, also after the hand-over; for fault points.
+        interpreter: Waits to become the keeper, from before the admission; nothing is in it yet.
         interrupted: Whether the caller does not want to wait any more.
         released: By worker, what a capture has written outside the image.
         weights: The same in the format's words, once it is sealed.
@@ -98,6 +99,7 @@ class Session:
     host: HostFacts | None = None
     keeper: Keeper | None = None
     keeper_pid: int | None = None
+    interpreter: Interpreter | None = None
     interrupted: bool = False
     engine: Engine | None = None
     environment: EngineEnvironment | None = None

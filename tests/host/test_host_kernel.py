@@ -1,7 +1,12 @@
 """The kernel's own files, read from samples."""
 
+import socket
+
+import pytest
+
+from coldsnap.host import diagnostics
 from coldsnap.host.gpus import nvidia_driver
-from coldsnap.host.kernel import capability_names, listening_ports
+from coldsnap.host.kernel import KernelFiles, capability_names, listening_ports, ports_in_tables
 from coldsnap.host.probe import probe_cpu, probe_kernel, probe_memory, probe_privileges
 
 TCP = """\
@@ -25,7 +30,24 @@ CLOSED_DRIVER = (
 
 
 def test_only_listening_ports_of_both_families_are_reported():
-    assert listening_ports(TCP, TCP6, "") == (80, 2024)
+    assert ports_in_tables(TCP, TCP6, "") == (80, 2024)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_kernel_is_asked_for_its_listeners_alone(address):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with (
+        socket.create_server((address, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]) as client,
+    ):
+        assert server.getsockname()[1] in diagnostics.listening_ports()
+        assert client.getsockname()[1] not in diagnostics.listening_ports()
+        assert server.getsockname()[1] in listening_ports(KernelFiles())
+
+
+def test_a_question_that_the_kernel_does_not_know_is_an_error():
+    with pytest.raises(OSError, match="socket diagnostics"):
+        list(diagnostics.answers(diagnostics.INET_REQUEST.pack(255, socket.IPPROTO_TCP, 0, 0, 0)))
 
 
 def test_a_capability_mask_is_read_by_name():

@@ -11,7 +11,7 @@ import pytest
 from keeper_world import alive, get, kill, mounts, sigkill, tagged, until
 
 from coldsnap.errors import AdmissionError, EngineError, StepError, StepTimeout
-from coldsnap.keeper.client import Exit, Keeper
+from coldsnap.keeper.client import Exit, Interpreter, Keeper
 from coldsnap.keeper.rundir import discard
 from coldsnap.keeper.undo import remove
 
@@ -23,6 +23,36 @@ def test_a_keeper_answers_soon_after_its_start(world):
 
     print(f"{world.namespace}: hello after {1000 * (time.monotonic() - begun):.0f} ms")
     assert keeper.status().state == "empty"
+
+
+def children():
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def test_an_interpreter_that_is_never_told_what_to_keep_ends_with_its_connection():
+    before = children()
+    interpreter = Interpreter(sys.executable)
+    (waiting,) = children() - before
+
+    interpreter.close()
+    interpreter.close()
+
+    assert not alive(waiting)
+    assert children() == before
+
+
+def test_an_interpreter_that_waited_becomes_the_keeper(private):
+    interpreter = Interpreter(sys.executable)
+
+    keeper = private.start(interpreter=interpreter)
+    interpreter.close()
+
+    assert keeper.status().state == "empty"
+
+
+def test_an_interpreter_that_cannot_run_is_told_by_its_own_words(private):
+    with pytest.raises(StepError, match=r"ended before it answered:[\s\S]*invalid option"):
+        private.start(interpreter=Interpreter("/usr/bin/cat"))
 
 
 def test_an_engine_serves_and_a_stop_leaves_nothing(world):

@@ -11,7 +11,7 @@ from keeper_world import tagged, until
 from coldsnap.errors import AdmissionError, ColdSnapError, StepError
 from coldsnap.keeper import kernel
 from coldsnap.keeper.client import Keeper
-from coldsnap.keeper.connection import start
+from coldsnap.keeper.connection import Interpreter
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
 from coldsnap.keeper.undo import KILL
 
@@ -60,7 +60,7 @@ def test_room_that_goes_while_a_keeper_starts_leaves_nothing(tmp_path):
     with small(tmp_path / "root", "64k") as root:
         fill(root)
         with pytest.raises(AdmissionError, match="there is no room left for the run directory .*; free some there, or"):
-            start(root / "engine", private=True, labels={}, python=os.sys.executable, timeout_s=10)
+            Interpreter(os.sys.executable).keep(root / "engine", private=True, labels={}, timeout_s=10)
         (root / "ballast").unlink()
         until(lambda: list(root.iterdir()) == [], "the end of the guard")
 

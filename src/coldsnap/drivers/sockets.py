@@ -15,17 +15,15 @@ from collections.abc import Iterator, Sequence
 
 from attrs import frozen
 
+from coldsnap.host import diagnostics
+
 __all__ = ["TcpSocket", "UnixSocket", "plain", "read_tcp", "read_unix", "to_address", "to_words"]
 
 TCP_ESTABLISHED, TCP_TIME_WAIT, TCP_CLOSE, TCP_LISTEN = 1, 6, 7, 10
 
-# linux/netlink.h, linux/sock_diag.h, linux/unix_diag.h
-NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
-NLM_F_REQUEST_DUMP = 0x1 | 0x300
-NLMSG_ERROR, NLMSG_DONE = 2, 3
+# linux/unix_diag.h
 UDIAG_SHOW_NAME, UDIAG_SHOW_PEER, UDIAG_SHOW_ICONS = 0x1, 0x4, 0x8
 UNIX_DIAG_NAME, UNIX_DIAG_PEER, UNIX_DIAG_ICONS = 0, 2, 3
-NETLINK_HEADER = struct.Struct("=IHHII")
 UNIX_REQUEST = struct.Struct("=BBHIIIII")
 UNIX_ANSWER = struct.Struct("=BBBBIII")
 ATTRIBUTE = struct.Struct("=HH")
@@ -127,21 +125,6 @@ def read_tcp(proc_fd: int, pid: int) -> tuple[TcpSocket, ...]:
     return tuple(found)
 
 
-def _messages(diag: socket.socket) -> Iterator[bytes]:
-    """Yield the payloads of a netlink dump."""
-    while True:
-        data = diag.recv(1 << 18)
-        while data:
-            length, kind, *_ = NETLINK_HEADER.unpack_from(data)
-            if kind == NLMSG_DONE:
-                return
-            if kind == NLMSG_ERROR:
-                code = -struct.unpack_from("=i", data, NETLINK_HEADER.size)[0]
-                raise OSError(code, f"socket diagnostics: {os.strerror(code)}")
-            yield data[NETLINK_HEADER.size : length]
-            data = data[(length + 3) & ~3 :]
-
-
 @frozen(kw_only=True)
 class UnixSocket:
     """A Unix socket of the caller's network namespace.
@@ -160,20 +143,17 @@ class UnixSocket:
 def read_unix() -> dict[int, UnixSocket]:
     """Return every Unix socket of the caller's network namespace by its inode."""
     found = {}
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as diag:
-        show = UDIAG_SHOW_NAME | UDIAG_SHOW_PEER | UDIAG_SHOW_ICONS
-        request = UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, show, 0xFFFFFFFF, 0xFFFFFFFF)
-        size = NETLINK_HEADER.size + len(request)
-        diag.send(NETLINK_HEADER.pack(size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST_DUMP, 1, 0) + request)
-        for answer in _messages(diag):
-            attributes = dict(_attributes(answer[UNIX_ANSWER.size :]))
-            peer, pending = attributes.get(UNIX_DIAG_PEER), attributes.get(UNIX_DIAG_ICONS, b"")
-            name = attributes.get(UNIX_DIAG_NAME, b"")
-            found[UNIX_ANSWER.unpack_from(answer)[4]] = UnixSocket(
-                name=name if name[:1] == b"\0" else name.rstrip(b"\0"),
-                peer=None if peer is None else struct.unpack("=I", peer)[0],
-                pending=struct.unpack(f"={len(pending) // 4}I", pending),
-            )
+    show = UDIAG_SHOW_NAME | UDIAG_SHOW_PEER | UDIAG_SHOW_ICONS
+    request = UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, show, 0xFFFFFFFF, 0xFFFFFFFF)
+    for answer in diagnostics.answers(request):
+        attributes = dict(_attributes(answer[UNIX_ANSWER.size :]))
+        peer, pending = attributes.get(UNIX_DIAG_PEER), attributes.get(UNIX_DIAG_ICONS, b"")
+        name = attributes.get(UNIX_DIAG_NAME, b"")
+        found[UNIX_ANSWER.unpack_from(answer)[4]] = UnixSocket(
+            name=name if name[:1] == b"\0" else name.rstrip(b"\0"),
+            peer=None if peer is None else struct.unpack("=I", peer)[0],
+            pending=struct.unpack(f"={len(pending) // 4}I", pending),
+        )
     return found
 
 

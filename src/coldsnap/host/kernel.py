@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from attrs import frozen
+
+from coldsnap.host import diagnostics
 
 # include/uapi/linux/capability.h, by number.
 # fmt: off
@@ -81,7 +84,15 @@ def capability_names(mask: str) -> tuple[str, ...]:
     return tuple(sorted(f"CAP_{name}" for number, name in enumerate(CAPABILITIES) if bits >> number & 1))
 
 
-def listening_ports(*tables: str) -> tuple[int, ...]:
+def listening_ports(kernel: KernelFiles) -> tuple[int, ...]:
+    """Return the TCP ports of this network namespace with a listener, sorted."""
+    if kernel.root == Path("/"):
+        with suppress(OSError):  # a kernel without that module
+            return diagnostics.listening_ports()
+    return ports_in_tables(*(kernel.text(f"/proc/net/{name}") or "" for name in ("tcp", "tcp6")))
+
+
+def ports_in_tables(*tables: str) -> tuple[int, ...]:
     """Return the ports in state LISTEN in the text of ``/proc/net/tcp`` and ``tcp6``, sorted (proc_pid_net(5))."""
     ports = set()
     for table in tables:

@@ -85,7 +85,7 @@ def probe_host(
     gpus = probe_gpus(kernel, cache)
     devices = tuple(GpuFacts(**gpu) for gpu in gpus["gpus"])
     record, reason = read_qualification(boot_id, driver, tuple(gpu.uuid for gpu in devices), cache)
-    listeners = listening_ports(kernel.text("/proc/net/tcp") or "", kernel.text("/proc/net/tcp6") or "")
+    listeners = listening_ports(kernel)
     return HostFacts(
         name=name,
         boot_id=boot_id,

@@ -10,6 +10,7 @@ import hashlib
 import json
 import types
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import attrs
@@ -89,8 +90,13 @@ def from_plain(expected: Any, value: Any, where: str) -> Any:
     return {key: from_plain(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
 
 
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)  # it compiles every annotation, each time
+
+
 def _from_object(cls: Any, value: dict[str, Any], where: str) -> Any:
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     names = {field.name for field in attrs.fields(cls)}
     wrong = [f"unknown field {name}" for name in sorted(value.keys() - names)]
     wrong += [f"missing field {name}" for name in sorted(names - value.keys())]

@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 from coldsnap.errors import ColdSnapError, StepTimeout
 from coldsnap.keeper import layout
-from coldsnap.keeper.connection import ANSWER_S, Connection, connect, start
+from coldsnap.keeper.connection import ANSWER_S, Connection, Interpreter, connect
 from coldsnap.keeper.directive import DIRECTIVE_VARIABLE
 from coldsnap.keeper.operations import HELPER_GRACE_S
 from coldsnap.keeper.rundir import require_room
@@ -25,7 +25,7 @@ from coldsnap.keeper.tree import KILL_TIMEOUT_S
 from coldsnap.keeper.undo import Undo
 from coldsnap.keeper.undoing import HYDRATE_TIMEOUT_S
 
-__all__ = ["Exit", "Interrupted", "Keeper", "Process", "Status"]
+__all__ = ["Exit", "Interpreter", "Interrupted", "Keeper", "Process", "Status"]
 
 _MARGIN_S = 5.0
 
@@ -69,6 +69,7 @@ class Keeper:
         namespace: Literal["private", "host"] = "private",
         labels: Mapping[str, str] | None = None,
         python: str = sys.executable,
+        interpreter: Interpreter | None = None,
         timeout_s: float = 10.0,
     ) -> Self:
         """Start a keeper.
@@ -80,6 +81,7 @@ class Keeper:
             namespace: ``private`` (needs CAP_SYS_ADMIN) or ``host``.
             labels: Kept in ``keeper.json``.
             python: The interpreter.
+            interpreter: One that has been started already; it is used up, whatever comes of it.
             timeout_s: For all of it.
 
         Raises:
@@ -89,14 +91,10 @@ class Keeper:
             StepError: It could not start.
         """
         require_room(run_dir)
-        connection = start(
-            Path(os.path.abspath(run_dir)),
-            private=namespace == "private",
-            labels=labels or {},
-            python=python,
-            timeout_s=timeout_s,
-        )
-        return cls(connection)
+        interpreter = interpreter or Interpreter(python)
+        private = namespace == "private"
+        where = Path(os.path.abspath(run_dir))
+        return cls(interpreter.keep(where, private=private, labels=labels or {}, timeout_s=timeout_s))
 
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str], *, timeout_s: float = 5.0) -> Self:

@@ -21,7 +21,7 @@ from coldsnap.keeper import layout, wire
 from coldsnap.keeper.rundir import post_mortem
 from coldsnap.keeper.tree import KILL_TIMEOUT_S
 
-__all__ = ["ANSWER_S", "Connection", "connect", "start"]
+__all__ = ["ANSWER_S", "Connection", "Interpreter", "connect"]
 
 ANSWER_S = 40.0  # a launch may take 30 s, all else is immediate
 _ADMISSION = frozenset({"busy", "privilege", "peer"})
@@ -128,22 +128,60 @@ class Connection:
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
-def start(run_dir: Path, *, private: bool, labels: Mapping[str, str], python: str, timeout_s: float) -> Connection:
-    """Start a guard and its keeper; see :meth:`coldsnap.keeper.client.Keeper.start`."""
-    one, theirs = wire.pair()
-    ours = _Channel(fileno=one.detach())
-    ours.settimeout(timeout_s)
-    complaints = os.memfd_create("coldsnap-complaints")
-    try:
-        with theirs:
-            wire.send(ours, {"run_dir": str(run_dir), "private": private, "labels": dict(labels)})
-            _spawn_guard(python, theirs, complaints, timeout_s)
-        return _greet(run_dir, ours, complaints, timeout_s)
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        os.close(complaints)
+class Interpreter:
+    """An interpreter that has been started and waits to be told what to keep.
+
+    Until it is told it is a child of this process that holds nothing and does nothing, and ends when this is closed or
+    its caller dies. To start it takes longer than to make a keeper of it, so that a restore starts it while it admits.
+    """
+
+    def __init__(self, python: str) -> None:
+        one, theirs = wire.pair()
+        self._ours = _Channel(fileno=one.detach())
+        self._python = python
+        self._complaints = os.memfd_create("coldsnap-complaints")
+        try:
+            with theirs:
+                self._child = _spawn_guard(python, theirs, self._complaints)
+        except BaseException:
+            self._ours.close()
+            os.close(self._complaints)
+            raise
+        self._open = True
+
+    def keep(self, run_dir: Path, *, private: bool, labels: Mapping[str, str], timeout_s: float) -> Connection:
+        """Let it become guard and keeper; whatever comes of that, this object is of no more use.
+
+        Raises:
+            AdmissionError, StepTimeout, StepError: As :meth:`coldsnap.keeper.client.Keeper.start`.
+        """
+        try:
+            self._ours.settimeout(timeout_s)
+            with contextlib.suppress(ConnectionError):  # it could not run: what it wrote is told below
+                wire.send(self._ours, {"run_dir": str(run_dir), "private": private, "labels": dict(labels)})
+            self._await_guard(timeout_s)
+            connection = _greet(run_dir, self._ours, self._complaints, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self._release()
+        return connection
+
+    def _await_guard(self, timeout_s: float) -> None:
+        if not _ended(self._child.pid, timeout_s):  # the guard is its child, and goes on
+            raise StepTimeout(f"the interpreter {self._python} did not start the keeper", seconds=timeout_s)
+
+    def close(self) -> None:
+        """End it, unless it became a keeper."""
+        if self._open:
+            self._ours.close()
+            self._child.kill()
+            self._release()
+
+    def _release(self) -> None:
+        self._open = False
+        self._child.wait()
+        os.close(self._complaints)
 
 
 def connect(run_dir: Path, *, timeout_s: float) -> Connection:
@@ -167,10 +205,10 @@ def connect(run_dir: Path, *, timeout_s: float) -> Connection:
         raise
 
 
-def _spawn_guard(python: str, theirs: socket.socket, complaints: int, timeout_s: float) -> None:
+def _spawn_guard(python: str, theirs: socket.socket, complaints: int) -> subprocess.Popen[bytes]:
     main = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
     try:
-        child = subprocess.Popen(
+        return subprocess.Popen(
             [python, "-I", "-S", main, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -180,12 +218,6 @@ def _spawn_guard(python: str, theirs: socket.socket, complaints: int, timeout_s:
         )
     except OSError as error:
         raise StepError(f"cannot run the interpreter {python} for the keeper: {error.strerror}") from error
-    in_time = _ended(child.pid, timeout_s)  # the guard is its child, and goes on
-    if not in_time:
-        child.kill()
-    child.wait()
-    if not in_time:
-        raise StepTimeout(f"the interpreter {python} did not start the keeper", seconds=timeout_s)
 
 
 def _ended(pid: int, timeout_s: float) -> bool:

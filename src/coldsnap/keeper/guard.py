@@ -33,15 +33,13 @@ def main(bootstrap_fd: int) -> NoReturn:
     Args:
         bootstrap_fd: The caller's connection: the first message says what to keep, the first answer whether it is kept.
     """
-    if os.fork():
-        os._exit(0)  # the guard is nobody's child: notebooks kill their children when they end
     os.chdir("/")
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     first = socket.socket(fileno=bootstrap_fd)
-    received = wire.receive(first)
-    if received is None:
-        os._exit(0)
+    received = wire.receive(first)  # it may have been started before anybody knew whether there is something to keep
+    if received is None or os.fork():
+        os._exit(0)  # the guard is nobody's child: notebooks kill their children when they end
     try:
         _guard(first, **received[0])
     except _Refused as refused:
