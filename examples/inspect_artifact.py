@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Look at artifacts and at the store, without a GPU, an engine or CRIU.
 
-    python examples/inspect_artifact.py show artifacts/qwen3-8b python examples/inspect_artifact.py verify
-    artifacts/qwen3-8b --store /srv/coldsnap [--full] python examples/inspect_artifact.py diff artifacts/monday
-    artifacts/tuesday python examples/inspect_artifact.py store /srv/coldsnap python examples/inspect_artifact.py
-    collect /srv/coldsnap artifacts overlays [--really] python examples/inspect_artifact.py delete artifacts/qwen3-8b
-    --store /srv/coldsnap --roots artifacts overlays [--really]
+    python examples/inspect_artifact.py show artifacts/qwen3-8b
+    python examples/inspect_artifact.py verify artifacts/qwen3-8b --store /srv/coldsnap [--full]
+    python examples/inspect_artifact.py diff artifacts/monday artifacts/tuesday
+    python examples/inspect_artifact.py store /srv/coldsnap
+    python examples/inspect_artifact.py collect /srv/coldsnap artifacts overlays [--really]
+    python examples/inspect_artifact.py delete artifacts/qwen3-8b --store /srv/coldsnap
+        --roots artifacts overlays [--really]
 
 ``collect`` and ``delete`` only tell what they would do, unless ``--really`` is given.
 """

@@ -1,6 +1,7 @@
 """Whatever the bytes are, a reader raises an ArtifactError or reads them; never anything else.
 
-A short pass always runs; ``COLDSNAP_FUZZ_SECONDS=600`` makes it a long one. A failure prints the seed and the bytes.
+A short pass always runs; ``COLDSNAP_FUZZ_SECONDS=600`` makes it a long one (``docs/format/README.md`` says when one was
+run). A failure prints the seed and the bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from test_store import write_native
 from coldsnap.artifact import Artifact, canonical, record
 from coldsnap.artifact import descriptor as documents
 from coldsnap.artifact.admission import Request, ValidationRecord, decide
+from coldsnap.artifact.bootstrap import BootstrapIndex, BootstrapTensor
 from coldsnap.artifact.manifest import HibernateState, NativeManifest, RecoveryManifest, decode, encode
 from coldsnap.artifact.oci import export_layout, import_layout, manifest_of
 from coldsnap.artifact.overlay import Overlays
+from coldsnap.artifact.pageimage import read_image, read_pages, write_pages
 from coldsnap.artifact.service import Answer, Call, Options
 from coldsnap.artifact.store import Store
+from coldsnap.artifact.tree import pack_tree, unpack_tree
 from coldsnap.errors import ArtifactError
 
 SECONDS = float(os.environ.get("COLDSNAP_FUZZ_SECONDS", "8"))
+BINARY = {"pack", "page image", "tree"}
 
 ODD = [
     *(None, True, False, 0, 1, -1, 2**63, 2**64, 2**200, 0.5, -0.0, 1e300),
@@ -139,11 +144,28 @@ def _readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes,
 
         return original, through
 
+    def indexed(data: bytes) -> object:
+        (root / "index").write_bytes(data)
+        (root / "index").chmod(0o600)
+        return BootstrapIndex.read(root / "index", sha256=canonical.sha256_of(data))
+
+    def paged(data: bytes) -> object:
+        (root / "pages").write_bytes(data)
+        with (root / "pages").open("rb") as file:
+            return list(read_pages(file.fileno(), read_image(file.fileno())))
+
     def imported() -> object:
         try:
             return import_layout(root / "layout", root / "out", tag="t").digest
         finally:
             shutil.rmtree(root / "out", ignore_errors=True)
+
+    tensor = BootstrapTensor(name="a", role="buffer", dtype="F32", shape=(2, 3), stride=(3, 1), allocation=0, offset=64)
+    bootstrap = BootstrapIndex(
+        capture_id="c", worker="0", tensors=(tensor, attrs.evolve(tensor, name="b", role="parameter"))
+    )
+    with (root / "pages").open("wb") as file:
+        write_pages(file.fileno(), [os.urandom(4096), bytes(4096), b"text" * 1024], block_bytes=4096)
 
     return {
         "descriptor": (artifact.descriptor.encode(), lambda data: documents.decode(data, path="x")),
@@ -160,19 +182,24 @@ def _readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes,
         "overlay": at(directory / "overlay.json", lambda: overlays.select(artifact, TARGET)),
         "oci manifest": (manifest_of(image).encode(), typed(type(manifest_of(image)))),
         "oci index": at(root / "layout" / "index.json", imported),
+        "bootstrap index": (bootstrap.encode(), indexed),
+        "page image": ((root / "pages").read_bytes(), paged),
+        "tree": (pack_tree({"a/b": b"one", "c": bytes(700)}), lambda data: unpack_tree(data, path="x")),
         "pack": at(store.path(item.sha256), lambda: decide(attrs.evolve(request, verify="full"), index=native.index)),
     }
 
 
+@pytest.mark.timeout(SECONDS + 300)
 def test_readers_raise_artifact_errors_only(readers) -> None:
     seed = random.randrange(1 << 32)
     generator = random.Random(seed)
     deadline = time.monotonic() + SECONDS
-    refused = dict.fromkeys(readers, 0)
+    refused, rounds = dict.fromkeys(readers, 0), 0
     while time.monotonic() < deadline:
+        rounds += 1
         for name, (valid, read) in readers.items():
             data = valid
-            if name != "pack" and generator.random() < 0.6:
+            if name not in BINARY and generator.random() < 0.6:
                 value = json.loads(valid)
                 for _ in range(generator.randint(1, 3)):
                     value = mutated(value, generator)
@@ -188,3 +215,4 @@ def test_readers_raise_artifact_errors_only(readers) -> None:
     # Damaged evidence and records are as good as none; everything else must have been refused, often.
     lenient = {"evidence", "record beside its pack"}
     assert all(count for name, count in refused.items() if name not in lenient), refused
+    print(f"seed {seed}: {rounds} rounds of {len(readers)} readers, refused: {refused}")

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import attrs
 import pytest
 from made import write_artifact
 from memory import captured
-from test_store import write_native
+from test_store import SOURCE, write_native
 
 from coldsnap.artifact import Artifact
 from coldsnap.artifact.oci import export_layout, import_layout, manifest_of, pull, push
@@ -144,6 +145,33 @@ def test_a_damaged_layout_is_refused_and_leaves_nothing(
     with pytest.raises(ArtifactError):
         import_layout(tmp_path / "layout", tmp_path / "again", tag="one")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")
+def test_an_export_to_a_full_disk_leaves_no_half_blob(tmp_path: Path) -> None:
+    artifact = write_artifact(tmp_path / "one", files={"capsule/rank0/images/a": os.urandom(1 << 20)})
+    (tmp_path / "small").mkdir()
+    script = f"""
+import subprocess
+from pathlib import Path
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "none", {str(tmp_path / "small")!r}], check=True)
+from coldsnap.artifact import Artifact
+from coldsnap.artifact.oci import export_layout
+small = Path({str(tmp_path / "small")!r})
+try:
+    export_layout(Artifact.open({str(artifact.path)!r}), small / "layout", tag="t")
+except OSError as error:
+    print(error.strerror, [path.name for path in small.rglob("*") if path.is_file()])
+"""
+    ended = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        check=False,
+    )
+    assert (0, "No space left on device []\n", "") == (ended.returncode, ended.stdout, ended.stderr)
 
 
 def test_layers_that_are_not_the_listed_files_are_refused(artifact: Artifact, tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -267,7 +270,7 @@ def test_a_writer_killed_at_any_point_leaves_a_whole_pack_or_none(tmp_path: Path
         store = Store(root)
         for pack in store.packs():
             assert pack.path.read_bytes() == Store(tmp_path / "counted").packs()[0].path.read_bytes()
-        collect(store, [], dry_run=False)
+        collect(store, [store.root], dry_run=False)
         work(root, lambda point: None)
         assert [name] == only_packs(store)
 
@@ -289,7 +292,7 @@ def test_a_stager_killed_at_any_point_leaves_a_whole_pack_or_none(tmp_path: Path
         store = Store(root)
         assert all(one.path.read_bytes() == good for one in store.packs())
         assert pack.bytes == store.stage(payload_of(pack), fetch).bytes
-        collect(store, [], grace_s=3600)
+        collect(store, [store.root], grace_s=3600)
         assert 2 == len(only_packs(store))
 
 
@@ -351,6 +354,69 @@ print(sorted(path.suffix for path in store.directory.iterdir() if path.suffix !=
     assert (0, "['.pack']\n", "") == (ended.returncode, ended.stdout, ended.stderr)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a filesystem")
+@pytest.mark.parametrize("verified_before", [True, False])
+def test_a_store_on_a_read_only_medium_admits_its_packs(tmp_path: Path, store: Store, verified_before: bool) -> None:
+    artifact = write_native(tmp_path / "one", store)
+    if verified_before:
+        verify_artifact(artifact, store)
+    script = f"""
+import subprocess
+for options in (["--bind", {str(tmp_path)!r}, {str(tmp_path)!r}], ["-o", "remount,ro,bind", {str(tmp_path)!r}]):
+    subprocess.run(["mount", *options], check=True)
+from coldsnap.artifact import Artifact
+from coldsnap.artifact.collect import verify_artifact
+from coldsnap.artifact.store import Store
+for mode in ("evidence", "full"):
+    found = verify_artifact(Artifact.open({str(artifact.path)!r}), Store({str(store.root)!r}), mode)
+    print(found.packs[0].validation.reason)
+"""
+    ended = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        check=False,
+    )
+    first = "cached_validation" if verified_before else "revalidated_existing"
+    assert (0, f"{first}\nrevalidated_existing\n", "") == (ended.returncode, ended.stdout, ended.stderr)
+
+
+def test_whoever_lists_admits_stages_and_deletes_one_pack_at_once_gets_an_answer_or_that_it_is_not_there(
+    tmp_path: Path, store: Store
+) -> None:
+    pack = Store(tmp_path / "elsewhere").write([Bytes(os.urandom(1 << 16))])
+    good = Store(tmp_path / "elsewhere").path(pack.sha256)
+    store.prepare()
+    (tmp_path / "artifacts").mkdir()
+
+    def fetch(staging: Path) -> Path:
+        return Path(shutil.copy(good, staging / "download"))
+
+    acts = {
+        "stage": lambda: store.stage(payload_of(pack), fetch),
+        "admit": lambda: store.admit(payload_of(pack), "full"),
+        "list": lambda: (store.packs(), store.size_bytes),
+        "delete": lambda: store.delete(pack.sha256),
+        "collect": lambda: collect(store, [tmp_path / "artifacts"], grace_s=0),
+    }
+    answered = dict.fromkeys(acts, 0)
+    end = time.monotonic() + 1.5
+
+    def go_on(name: str) -> None:
+        while time.monotonic() < end:
+            with suppress(PayloadMissingError):
+                acts[name]()
+                answered[name] += 1
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        for done in [pool.submit(go_on, name) for name in acts]:
+            done.result()
+    assert all(answered.values()), answered
+    assert store.stage(payload_of(pack), fetch).sha256 == pack.sha256
+
+
 # Garbage
 
 
@@ -382,7 +448,7 @@ def test_a_pack_that_a_capture_found_again_is_recent(store: Store) -> None:
     aged(store)
     store.write([Bytes(b"again")])
 
-    assert [(pack.sha256, "recent")] == list(collect(store, []).kept)
+    assert [(pack.sha256, "recent")] == list(collect(store, [store.root]).kept)
 
 
 def test_garbage_collection_removes_what_killed_processes_left(store: Store) -> None:
@@ -392,13 +458,33 @@ def test_garbage_collection_removes_what_killed_processes_left(store: Store) -> 
     (store.directory / f".{'0' * 64}.staging/part").write_bytes(b"y" * 10)
     aged(store)
     with staged_file(store.directory, "busy.pack"):
-        planned = collect(store, [], dry_run=True)
-        done = collect(store, [])
+        planned = collect(store, [store.root], dry_run=True)
+        done = collect(store, [store.root])
         assert 1 == len([name for name in only_packs(store) if "busy" in name])
 
     assert attrs.evolve(planned, dry_run=False) == done
     assert (2, 110) == (len(done.partials), done.bytes)
     assert [] == only_packs(store)
+
+
+def test_what_has_another_name_than_a_digest_is_nobodys_garbage(store: Store) -> None:
+    store.prepare()
+    for name in ("notes.pack", f"{'A' * 64}.pack", ".notes.staging"):
+        (store.directory / name).touch()
+    (store.directory / f"{'0' * 64}.pack").mkdir()
+    aged(store)
+    before = sorted(store.directory.iterdir())
+
+    assert () == store.packs()
+    assert () == collect(store, [store.root], grace_s=0).removed
+    assert before == sorted(store.directory.iterdir())
+
+
+def test_garbage_collection_refuses_when_no_place_of_artifacts_is_named(tmp_path: Path, store: Store) -> None:
+    write_native(tmp_path / "one", store)
+    with pytest.raises(ArtifactError, match="no root was named"):
+        collect(store, [], grace_s=0)
+    assert 1 == len(store.packs())
 
 
 def test_garbage_collection_refuses_when_it_cannot_read_an_artifact(tmp_path: Path, store: Store) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -228,6 +229,11 @@ def test_a_transport_names_everything_that_is_wrong_with_it() -> None:
     for command in ("/usr/../bin/x", "//bin/x", "/bin//x", "./x"):
         with pytest.raises(PolicyError):
             Transport(name="cli", command=(command,))
+    for wrong in ({"name": "grpc"}, {"timeout_s": "1800"}, {"timeout_s": float("nan")}, {"command": "verify --now"}):
+        with pytest.raises(PolicyError):
+            Transport(**wrong)
+    assert Path("/run/v.sock") == Transport(rpc_socket="/run/v.sock", rpc_token_file="/run/token").rpc_socket
+    assert ("/bin/verify",) == Transport(command="/bin/verify").command
     assert 1800.0 == Transport().timeout_s
     with pytest.raises(PolicyError):
         Transport(name="cli")
@@ -245,6 +251,20 @@ def test_a_command_is_given_no_shell_and_has_a_deadline(request_: Request, tmp_p
     assert not (tmp_path / "owned").exists()
     with pytest.raises(ArtifactError, match="cannot be run"):
         validate(request_, Transport(name="cli", command=("/nonexistent/verify",)))
+
+
+def test_all_that_a_late_command_has_started_ends_with_it(request_: Request, tmp_path: Path) -> None:
+    late, started = tmp_path / "late", tmp_path / "started"
+    late.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {started}.new\nmv {started}.new {started}\nwait\n")
+    late.chmod(0o755)
+
+    with pytest.raises(ArtifactError, match="did not answer within 2 s"):
+        validate(request_, Transport(name="cli", command=(str(late),), timeout_s=2))
+    state, end = Path(f"/proc/{started.read_text().strip()}/stat"), time.monotonic() + 30
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while state.read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}:
+            assert time.monotonic() < end, "the command's child lives on"
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("answer", ["", "{}", "null", '{"decision":"accept"}', "yes"])
@@ -428,6 +448,32 @@ def test_a_client_has_a_deadline_and_names_an_absent_service(tmp_path: Path, req
         mute.listen()
         with pytest.raises(ArtifactError, match=r"did not answer within 0\.3 s"):
             validate(request_, transport)
+
+
+def test_a_deadline_is_that_of_the_whole_answer(tmp_path: Path, request_: Request) -> None:
+    write_token(tmp_path / "token2")
+    place = tmp_path / "slow.sock"
+    over = threading.Event()
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.bind(str(place))
+        slow.listen()
+
+        def dribble() -> None:
+            peer, _ = slow.accept()
+            with peer, suppress(OSError):
+                while not over.wait(0.05):
+                    peer.sendall(b" ")
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        try:
+            with pytest.raises(ArtifactError, match=r"did not answer within 0\.3 s"):
+                validate(
+                    request_, Transport(name="rpc", rpc_socket=place, rpc_token_file=tmp_path / "token2", timeout_s=0.3)
+                )
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_many_clients_at_once_get_their_answers(request_: Request, rpc: Transport) -> None:

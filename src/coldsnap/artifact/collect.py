@@ -134,7 +134,7 @@ def artifacts_below(roots: Iterable[Path]) -> Iterator[Artifact]:
     Raises:
         ArtifactError: One of them cannot be read; a root does not exist.
     """
-    for root in roots:
+    for root in map(Path, roots):
         if not root.is_dir():
             raise ArtifactError(f"{root} is not a directory; name the places that hold artifacts")
         for directory, names, _ in os.walk(root, onerror=_refuse):
@@ -166,6 +166,8 @@ def collect(
         ArtifactError: A root or an artifact cannot be read, or a capture is writing one; nothing was removed.
     """
     roots = list(roots)
+    if not roots:
+        raise ArtifactError("no root was named, so that every pack would be garbage; name the places of the artifacts")
     _require_no_capture(roots)
     owners = _owners(roots)
     youngest_ns = time.time_ns() - int(grace_s * 1e9)

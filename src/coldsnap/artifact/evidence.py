@@ -30,6 +30,7 @@ from coldsnap.errors import FormatError, IntegrityError
 
 __all__ = [
     "EVIDENCE_NAME",
+    "UNWRITABLE",
     "Admitted",
     "Identity",
     "PrivateFile",
@@ -268,13 +269,14 @@ def remembered(write: Callable[[], None]) -> bool:
     try:
         write()
     except OSError as error:
-        if error.errno not in _UNWRITABLE:
+        if error.errno not in UNWRITABLE:
             raise
         return False
     return True
 
 
-_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
+UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
+"""What a medium says that takes nothing more: it can still be read."""
 
 
 def _read_evidence(path: Path) -> Mapping[str, Entry]:

@@ -22,7 +22,7 @@ from coldsnap.artifact import descriptor as documents
 from coldsnap.artifact.canonical import Json, hex_of
 from coldsnap.artifact.committed import Artifact
 from coldsnap.artifact.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor
-from coldsnap.artifact.durable import COMMITTED, publish_file, write_file_durably
+from coldsnap.artifact.durable import COMMITTED, staged_file, write_file_durably
 from coldsnap.artifact.private import read_small
 from coldsnap.artifact.writer import ArtifactWriter
 from coldsnap.errors import ArtifactError, FormatError, IntegrityError, UnsupportedError
@@ -144,9 +144,9 @@ def _entry(manifest: Manifest, digest: str, size: int, tag: str) -> dict[str, Js
 def _copy(source: Path, target: Path) -> None:
     if target.exists():
         return
-    partial = target.with_name(f".{target.name}.copy")
-    shutil.copyfile(source, partial)
-    publish_file(partial, target, mode=0o644)
+    with staged_file(target.parent, target.name) as staged:
+        shutil.copyfile(source, staged.path)
+        staged.publish(target, mode=0o644)
 
 
 def _index(layout: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -185,7 +186,7 @@ class ValidationService:
         call_id = "0" * 16
         try:
             _require_same_user(connection)
-            call = record.read(Call, _line(connection, "request"), path="request")
+            call = record.read(Call, _line(connection, "request", until=time.monotonic() + _PATIENCE_S), path="request")
             call_id = call.id
             if not hmac.compare_digest(call.token.encode(), self._token.encode()):
                 raise PermissionError("the token is not the one of this service")
@@ -239,16 +240,22 @@ def _require_same_user(connection: socket.socket) -> None:
         raise PermissionError(f"this service answers uid {os.geteuid()}, not uid {uid} (rule validation.8)")
 
 
-def _line(connection: socket.socket, what: str) -> Json:
-    data = b"".join(_received(connection))
+def _line(connection: socket.socket, what: str, *, until: float) -> Json:
+    data = b"".join(_received(connection, until))
     if len(data) > MAX_MESSAGE_BYTES or not data.endswith(b"\n"):
         raise FormatError("a message is one line of at most 1 MiB", path=what, rule="validation.10")
     return canonical.decode(data[:-1], path=what, max_bytes=MAX_MESSAGE_BYTES)
 
 
-def _received(connection: socket.socket) -> Iterator[bytes]:
+def _received(connection: socket.socket, until: float) -> Iterator[bytes]:
     left = MAX_MESSAGE_BYTES + 1
-    while left > 0 and (data := connection.recv(min(left, 1 << 16))):
+    while left > 0:
+        # The timeout of a socket is that of one call: a peer that sends a byte now and then would never be late.
+        if (patience_s := until - time.monotonic()) <= 0:
+            raise TimeoutError("the peer took too long")
+        connection.settimeout(patience_s)
+        if not (data := connection.recv(min(left, 1 << 16))):
+            return
         left -= len(data)
         yield data
 
@@ -290,13 +297,14 @@ def ask(request: Request, *, socket_path: Path, token_file: Path, timeout_s: flo
 
 def _exchange(call: Call, socket_path: Path, timeout_s: float) -> Json:
     try:
+        until = time.monotonic() + timeout_s
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout_s)
             connection.connect(os.fspath(socket_path))
             _require_same_user(connection)
             connection.sendall(canonical.encode(record.write(call)) + b"\n")
             connection.shutdown(socket.SHUT_WR)
-            return _line(connection, str(socket_path))
+            return _line(connection, str(socket_path), until=until)
     except TimeoutError as error:
         raise ArtifactError(f"the validation service at {socket_path} did not answer within {timeout_s:g} s") from error
     except OSError as error:

@@ -7,9 +7,11 @@ holds its lock (rules store.1 to store.4, ``docs/format/store.md``).
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 from attrs import frozen
@@ -25,7 +27,7 @@ from coldsnap.artifact.durable import (
     staged_file,
     unharmed,
 )
-from coldsnap.artifact.evidence import Verify, hash_file
+from coldsnap.artifact.evidence import UNWRITABLE, Verify, hash_file
 from coldsnap.artifact.lanes import Lanes
 from coldsnap.artifact.pack import Pack, PackEntry, Source, layout, write_pack
 from coldsnap.artifact.payloads import PayloadObject
@@ -37,6 +39,8 @@ __all__ = ["PACKS", "Store", "StoredPack"]
 
 PACKS = Path("model-payloads", "sha256")
 _SUFFIX = ".pack"
+_PACK = re.compile(r"[0-9a-f]{64}\.pack")
+_STAGING = re.compile(r"\.[0-9a-f]{64}\.staging")
 
 
 @frozen(kw_only=True)
@@ -98,10 +102,12 @@ class Store:
         return self.directory
 
     def packs(self) -> tuple[StoredPack, ...]:
-        """List the packs, by digest."""
+        """List the packs, by digest; what has another name than a digest is somebody else's, and left alone."""
         found = []
-        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
-            status = path.lstat()
+        for path in self._named(_PACK):
+            status = _status(path)
+            if status is None or not stat.S_ISREG(status.st_mode):
+                continue
             found.append(
                 StoredPack(
                     sha256=f"sha256:{path.name.removesuffix(_SUFFIX)}",
@@ -113,19 +119,23 @@ class Store:
             )
         return tuple(found)
 
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        there = self.directory.iterdir() if self.directory.is_dir() else ()
+        return sorted(path for path in there if pattern.fullmatch(path.name))
+
     def _lock_file(self, sha256: str) -> Path:
         return self.directory / f".{hex_of(sha256)}.lock"
 
     def _used_ns(self, pack: Path) -> int:
-        lock = self._lock_file(pack.name.removesuffix(_SUFFIX))
-        return lock.lstat().st_mtime_ns if os.path.lexists(lock) else 0
+        status = _status(self._lock_file(pack.name.removesuffix(_SUFFIX)))
+        return status.st_mtime_ns if status else 0
 
     @property
     def size_bytes(self) -> Mapping[str, int]:
         """Size by kind: packs, records, partials (being written, or stale), staging (downloads to resume)."""
         sizes = dict.fromkeys(("packs", "records", "partials", "staging"), 0)
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
-            size = sum(file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir())
+            size = sum(_sizes(path))
             kind = "staging" if path.suffix == ".staging" else "partials" if path.name.startswith(".") else "records"
             sizes["packs" if path.suffix == _SUFFIX else kind] += size
         return sizes
@@ -214,12 +224,29 @@ class Store:
             IntegrityError: It is not the pack.
             FormatError: It is not private.
         """
+        if not os.path.lexists(self.path(payload.sha256)):
+            raise self._missing(payload)
+        with ExitStack() as held:
+            # Under the lock, so that of many processes that find no evidence one reads the file and the others its
+            # record. Where no lock can be made nobody brings or deletes a pack either, at least not from here.
+            try:
+                held.enter_context(self.lock(payload.sha256))
+            except OSError as error:
+                if error.errno not in UNWRITABLE:
+                    raise
+            return self._admit(payload, verify, index=index, transport=transport)
+
+    def _admit(
+        self,
+        payload: PayloadObject,
+        verify: Verify = "evidence",
+        *,
+        index: Sequence[PackEntry] | None = None,
+        transport: Transport | None = None,
+    ) -> Admission:
         path = self.path(payload.sha256)
-        if not os.path.lexists(path):
-            raise PayloadMissingError(
-                f"the pack {payload.sha256} of worker {payload.worker} is not in the store {self.root}",
-                digest=payload.sha256,
-            )
+        if not os.path.lexists(path):  # whoever held the lock before may have deleted it
+            raise self._missing(payload)
         request = Request(
             path=str(path),
             expected_sha256=payload.sha256,
@@ -227,11 +254,15 @@ class Store:
             worker=payload.worker,
             verify=verify,
         )
-        # Under the lock, so that of many processes that find no evidence one reads the file and the others its record.
-        with self.lock(payload.sha256):
-            if transport is not None and transport.effective != "python":
-                return validate(request, transport)
-            return decide(request, index=index, at=self.at, lanes=self.lanes)
+        if transport is not None and transport.effective != "python":
+            return validate(request, transport)
+        return decide(request, index=index, at=self.at, lanes=self.lanes)
+
+    def _missing(self, payload: PayloadObject) -> PayloadMissingError:
+        return PayloadMissingError(
+            f"the pack {payload.sha256} of worker {payload.worker} is not in the store {self.root}",
+            digest=payload.sha256,
+        )
 
     def stage(self, payload: PayloadObject, fetch: Callable[[Path], Path]) -> Admission:
         """Bring one worker's pack here unless it is here already, and admit it.
@@ -255,7 +286,7 @@ class Store:
                 publish_file(fetched, final, at=self.at)
             # Also what a process left that was killed between these two lines.
             remove_tree(staging)
-        return self.admit(payload)
+            return self._admit(payload)  # before anybody can delete it
 
     def _require(self, fetched: Path, payload: PayloadObject) -> None:
         fetched.chmod(0o600)
@@ -285,7 +316,9 @@ class Store:
         if not os.path.lexists(path):
             return 0
         with self.lock(sha256):
-            status = path.lstat()
+            status = _status(path)
+            if status is None:
+                return 0
             if unless_used_since_ns is not None and max(status.st_mtime_ns, self._used_ns(path)) > unless_used_since_ns:
                 return 0
             for name in (Path(record_path(path)), path, self._lock_file(sha256)):
@@ -304,11 +337,27 @@ class Store:
             What was (or would be) removed.
         """
         stale = []
-        for path in sorted(self.directory.glob(".*.staging")):
-            if path.lstat().st_mtime_ns > before_ns:
+        for path in self._named(_STAGING):
+            status = _status(path)
+            if status is None or status.st_mtime_ns > before_ns:
                 continue
             stale.append(path)
             if not dry_run:
                 with self.lock(path.name.removeprefix(".").removesuffix(".staging")):
                     shutil.rmtree(path, ignore_errors=True)
         return stale
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Return the stat of a name, or None: others bring and delete names while this process looks at them."""
+    with suppress(FileNotFoundError):
+        return path.lstat()
+    return None
+
+
+def _sizes(path: Path) -> Iterator[int]:
+    for directory, _, names in os.walk(path):
+        yield from (status.st_size for name in names if (status := _status(Path(directory, name))))
+    status = _status(path)
+    if status and not stat.S_ISDIR(status.st_mode):
+        yield status.st_size

@@ -5,9 +5,14 @@ The one rule: the admission is the same whichever is chosen; only who reads the 
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 import subprocess
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from attrs import field, frozen
 
@@ -20,6 +25,18 @@ __all__ = ["Transport", "validate"]
 Name: TypeAlias = Literal["auto", "python", "cli", "rpc"]
 DEFAULT_TIMEOUT_S = 1800.0
 MAX_TIMEOUT_S = 86400.0
+
+
+def _optional_path(value: str | os.PathLike[str] | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _words(value: Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)  # a text is one word: nothing splits it
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan  # which is in no range
 
 
 @frozen(kw_only=True)
@@ -35,10 +52,10 @@ class Transport:
     """
 
     name: Name = "auto"
-    rpc_socket: Path | None = None
-    rpc_token_file: Path | None = None
-    command: tuple[str, ...] = ()
-    timeout_s: float = field(default=DEFAULT_TIMEOUT_S)
+    rpc_socket: Path | None = field(default=None, converter=_optional_path)
+    rpc_token_file: Path | None = field(default=None, converter=_optional_path)
+    command: tuple[str, ...] = field(default=(), converter=_words)
+    timeout_s: float = field(default=DEFAULT_TIMEOUT_S, converter=_seconds)
 
     def __attrs_post_init__(self) -> None:
         """Report everything that is wrong, at once.
@@ -47,6 +64,8 @@ class Transport:
             PolicyError: With a problem for each field.
         """
         problems = []
+        if self.name not in get_args(Name):
+            problems.append(("$.name", f"must be {', '.join(get_args(Name))}, found {self.name!r}"))
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             problems.append(("$.timeout_s", f"must be above 0 and at most {MAX_TIMEOUT_S:g}, found {self.timeout_s:g}"))
         if self.command and not _is_clean_absolute(self.command[0]):
@@ -110,13 +129,7 @@ def _run(request: Request, transport: Transport) -> Admission:
     arguments = [part for option in options.items() for part in option]
     name = transport.command[0]
     try:
-        ended = subprocess.run(
-            [*transport.command, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=transport.timeout_s,
-            check=False,
-        )
+        ended = _ended([*transport.command, *arguments], transport.timeout_s)
     except subprocess.TimeoutExpired as error:
         raise ArtifactError(f"{name} did not answer within {transport.timeout_s:g} s") from error
     except OSError as error:
@@ -131,3 +144,21 @@ def _run(request: Request, transport: Transport) -> Admission:
         )
     value = canonical.decode(ended.stdout.strip(), path=name, max_bytes=service.MAX_MESSAGE_BYTES)
     return check(record.read(Admission, value, path=name), request)
+
+
+def _ended(argv: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    """Run a command in a session of its own, so that all it has started ends with it when it is late."""
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
