@@ -15,13 +15,14 @@ from attrs import evolve
 
 from coldsnap.artifact.durable import write_file_durably
 from coldsnap.artifact.manifest import ModelSource
+from coldsnap.artifact.payloads import WorkerWeights
 from coldsnap.artifact.store import Store
 from coldsnap.artifact.tree import Trees
 from coldsnap.describe import described_model
 from coldsnap.engines.base import StartsFromPacks
 from coldsnap.engines.settings import inherited_environment
 from coldsnap.errors import EngineError
-from coldsnap.hydrating import reading_of
+from coldsnap.hydrating import checkpoint_figures, payloads_of, reading_of
 from coldsnap.keeper import layout
 from coldsnap.keeper.activation import MODEL, place
 from coldsnap.keeper.control import request_control
@@ -29,12 +30,14 @@ from coldsnap.keeper.directive import (
     Checkpoint,
     Export,
     Hydration,
+    Loader,
     WorkerSource,
     read_directive,
     write_directive,
 )
 from coldsnap.receipts import Receipt
-from coldsnap.releasing import WEIGHTS, require_seen
+from coldsnap.recovering import loading_of
+from coldsnap.releasing import WEIGHTS, recorded, require_seen
 from coldsnap.session import Released, Session
 from coldsnap.steps import OrderExport, OrderHydration, ReportLoad, StageStartFiles
 
@@ -73,6 +76,8 @@ def order_export(session: Session, step: OrderExport) -> Receipt:
     place(rank_dir, MODEL, Trees(step.store), session.need(session.start_files, "start files").sha256)
     require_seen(session, [Store(step.store).prepare(), writer.path])
     export = Export(
+        recovery=step.recovery,
+        derived_buffer_max_bytes=step.derived_buffer_max_bytes,
         directory=str(weights),
         store=step.store,
         capture_id=session.name_capture(),
@@ -92,32 +97,71 @@ def order_export(session: Session, step: OrderExport) -> Receipt:
 
 
 def order_hydration(session: Session, step: OrderHydration) -> Receipt:
-    """Say in the directive which packs the load is to read, and how."""
+    """Say in the directive which packs, or what of the checkpoint, the load is to read, and how."""
     opened = session.need(session.artifact, "an artifact")
     rank_dir, store = Path(session.living.rank_dir), Store(step.store)
-    weights = opened.descriptor.weights
-    packs = {payload.worker: payload for payload in session.need(weights.payloads, "an artifact with packs").objects}
-    sources = tuple(
-        WorkerSource(
-            worker=one.worker,
-            directory=os.path.dirname(opened.path / one.native_manifest.path),
-            manifest_sha256=one.native_manifest.sha256,
-            pack=str(store.path(packs[one.worker].sha256)),
-            index_sha256=session.need(one.bootstrap_index, "an artifact with bootstrap indexes").sha256,
-        )
-        for one in weights.workers
-    )
-    require_seen(session, [store.directory, opened.path], what="weights cannot be read")
+    sources, total = (_recovered if session.checkpoint else _packed)(session, store)
+    require_seen(session, [opened.path, *([] if session.checkpoint else [store.directory])], what=UNREAD)
     hydration = Hydration(
         **reading_of(step),
         native_library=step.native_library or None,
         native_sha256=step.native_sha256 or None,
+        loader=Loader(**_loader(step)) if session.checkpoint else None,
         workers=sources,
     )
     directive = read_directive(rank_dir / layout.DIRECTIVE)
     write_directive(rank_dir, evolve(directive, hydration=hydration))
-    total = sum(payload.bytes for payload in packs.values())
-    return Receipt(step=step.id, requested=step.backend, effective=f"{len(sources)} workers", bytes=total)
+    return Receipt(
+        step=step.id,
+        requested=step.loader_backend if session.checkpoint else step.backend,
+        effective=f"{len(sources)} workers",
+        reason="out of the checkpoint" if session.checkpoint else "out of packs",
+        bytes=total,
+    )
+
+
+UNREAD = "weights cannot be read"
+
+
+def _packed(session: Session, store: Store) -> tuple[tuple[WorkerSource, ...], int]:
+    """Return where each worker finds its weights, and how many bytes of the model there are."""
+    packs = {payload.worker: payload for payload in payloads_of(session)}
+    sources = tuple(
+        evolve(_beside(session, one), pack=str(store.path(packs[one.worker].sha256))) for one in _workers(session)
+    )
+    return sources, sum(payload.bytes for payload in packs.values())
+
+
+def _recovered(session: Session, store: Store) -> tuple[tuple[WorkerSource, ...], int]:  # noqa: ARG001
+    """Return the same for the checkpoint; whose files were compared when it was admitted."""
+    sources = tuple(
+        evolve(
+            _beside(session, one),
+            recovery_sha256=session.need(one.recovery_manifest, "an artifact with a checkpoint").sha256,
+        )
+        for one in _workers(session)
+    )
+    return sources, sum(os.stat(path).st_size for path in session.checkpoint)
+
+
+def _workers(session: Session) -> tuple[WorkerWeights, ...]:
+    return session.need(session.artifact, "an artifact").descriptor.weights.workers
+
+
+def _beside(session: Session, one: WorkerWeights) -> WorkerSource:
+    opened = session.need(session.artifact, "an artifact")
+    return WorkerSource(
+        worker=one.worker,
+        directory=os.path.dirname(opened.path / one.native_manifest.path),
+        manifest_sha256=one.native_manifest.sha256,
+        index_sha256=session.need(one.bootstrap_index, "an artifact with bootstrap indexes").sha256,
+    )
+
+
+def _loader(step: OrderHydration) -> dict[str, Any]:
+    told = dict(loading_of(step)["loader"])
+    del told["verify_model_bytes"]  # samples of a memory that no template has
+    return told
 
 
 def report_load(session: Session, step: ReportLoad) -> Receipt:
@@ -128,11 +172,23 @@ def report_load(session: Session, step: ReportLoad) -> Receipt:
     """
     replies = request_control(session.living.rank_dir, "load_report", timeout_s=step.timeout_s, ended=session.ended)
     reports = {rank: reply for rank, reply in replies.items() if not reply.get("skipped")}
-    others = [f"{rank} did {reply['task']}" for rank, reply in sorted(reports.items()) if reply["task"] != step.task]
+    wrong = {rank: reply for rank, reply in sorted(reports.items()) if not _as_told(session, step, reply)}
+    others = [f"{rank} did {_did(reply)}" for rank, reply in wrong.items()]
     if others or len(reports) != session.spec.world_size:
         told = f"{len(reports)} of {session.spec.world_size} workers did a load that was ordered ({step.task})"
         raise EngineError("; ".join([told, *others]))
     return (_exported if step.task == "export" else _started)(session, step, reports)
+
+
+def _did(reply: Mapping[str, Any]) -> str:
+    return " by ".join(filter(None, [str(reply["task"]), str(reply.get("provider", ""))]))
+
+
+def _as_told(session: Session, step: ReportLoad, reply: Mapping[str, Any]) -> bool:
+    if step.task == "export":
+        return bool(reply["task"] == "export")
+    provider = "recovery" if session.checkpoint else "native"
+    return (reply["task"], reply.get("provider")) == ("start", provider)
 
 
 def _exported(session: Session, step: ReportLoad, reports: Mapping[str, Mapping[str, Any]]) -> Receipt:
@@ -157,7 +213,7 @@ def _exported(session: Session, step: ReportLoad, reports: Mapping[str, Mapping[
         effective=", ".join(sorted({str(reply["backend"]) for reply in reports.values()})),
         reason=f"{pack / 1e6:,.1f} MB in packs ({new / 1e6:,.1f} MB new), {rest / 1e6:,.1f} MB beside them",
         bytes=pack + rest,
-        details={"pack_bytes": pack, "new_pack_bytes": new, "residual_bytes": rest},
+        details={"pack_bytes": pack, "new_pack_bytes": new, "residual_bytes": rest, **recorded(reports)},
     )
 
 
@@ -167,7 +223,7 @@ _SIZES = ("pack_bytes", "new_pack_bytes", "residual_bytes")
 def _started(session: Session, step: ReportLoad, reports: Mapping[str, Mapping[str, Any]]) -> Receipt:
     ahead = [one.cancel() for one in session.prefetches]
     every = reports.values()
-    moved = {name: sum(int(reply["bytes"][name]) for reply in every) for name in ("pack", "residual")}
+    moved = {name: sum(int(reply["bytes"][name]) for reply in every) for name in ("pack", "checkpoint", "residual")}
     phases = sorted({name for reply in every for name in reply["seconds"]})
     effective = {str(receipt["effective"]) for reply in every for receipt in reply["receipts"].values()}
     return Receipt(
@@ -178,7 +234,9 @@ def _started(session: Session, step: ReportLoad, reports: Mapping[str, Mapping[s
         details={
             "pack_bytes": sum(int(reply["pack_bytes"]) for reply in every),
             "pack_moved_bytes": moved["pack"],
+            "checkpoint_bytes": moved["checkpoint"],
             "residual_bytes": moved["residual"],
+            **checkpoint_figures(reports),
             "prefetched_bytes": sum(one.bytes for one in ahead),
             **{f"{name}_s": max(float(reply["seconds"].get(name, 0.0)) for reply in every) for name in phases},
         },

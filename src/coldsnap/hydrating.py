@@ -28,6 +28,7 @@ from coldsnap.transfer.prefetch import prefetch
 __all__ = [
     "BUDGET_SHARE",
     "admit_packs",
+    "checkpoint_figures",
     "hydrate",
     "mapped_bytes",
     "payloads_of",
@@ -194,7 +195,7 @@ def hydrate(session: Session, step: HydrateWeights) -> Receipt:
             **{f"{name}_bytes": size for name, size in moved.items()},
             **{f"{name}_s": value for name, value in seconds.items()},
             "prefetched_bytes": sum(one.bytes for one in ahead),
-            **_checkpoint_figures(replies),
+            **checkpoint_figures(replies),
         },
     )
 
@@ -218,7 +219,7 @@ def _discarded_bytes(opened: Artifact, one: WorkerWeights) -> int:
     return sum(read_document(HibernateState, opened.path / file.path, sha256=file.sha256).discarded.values())
 
 
-def _checkpoint_figures(replies: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+def checkpoint_figures(replies: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the figures of what was read of the checkpoint, all workers together."""
     told = [reply["receipts"]["checkpoint"] for reply in replies.values() if "checkpoint" in reply.get("receipts", {})]
     counted = ("files", "tensors", "plain_copies", "staged_copies", "local_read_bytes", "verified_sample_bytes")

@@ -25,6 +25,7 @@ from coldsnap.keeper import layout
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
 from coldsnap.keeper.handle import Engine as Handle
+from coldsnap.keeper.load_failure import told
 from coldsnap.keeper.rundir import new_name, run_dir_for
 from coldsnap.keeper.stem import wrapped
 from coldsnap.keeper.undo import KILL, remove
@@ -150,7 +151,8 @@ def ready(session: Session, step: AwaitReady) -> Receipt:
     if path is None:
         seconds = session.ranks.await_ready(timeout_s=step.timeout_s, log=log)
     else:
-        seconds = await_ready(endpoint, timeout_s=step.timeout_s, health_path=path, ended=session.ended, log=log)
+        with told(session.living.rank_dir):
+            seconds = await_ready(endpoint, timeout_s=step.timeout_s, health_path=path, ended=session.ended, log=log)
     ranks = session.ranks.require(session.spec.roles(gpu=session.gpu, environment=environment))
     details = {"health_s": seconds, **startup_told(session)}
     return Receipt(step=step.id, effective=endpoint.url, reason=f"{len(ranks)} ranks", details=details)

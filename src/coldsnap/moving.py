@@ -15,6 +15,7 @@ from coldsnap.phases import BaseStep, Phase
 __all__ = [
     "AdmitPacks",
     "AdmitWarm",
+    "FillingStep",
     "HydrateWeights",
     "InspectEngine",
     "LeaveWarm",
@@ -159,8 +160,8 @@ class VerifyPacks(BaseStep):
 
 
 @frozen(kw_only=True)
-class HydrateWeights(ReadingStep):
-    """Have every worker map its memory again at the same addresses and fill it: pack, residual, KV cache zeroed.
+class FillingStep(ReadingStep):
+    """What every step says that brings a model's weights out of a store or its checkpoint.
 
     Attributes:
         store: The root of the store with the packs; empty: from the files that the capture has just written.
@@ -174,7 +175,6 @@ class HydrateWeights(ReadingStep):
         verify_model_bytes: How much of both ends of each parameter is compared with what the capture sampled.
     """
 
-    phase: ClassVar[Phase] = "HYDRATE"
     store: str
     native_library: str
     native_sha256: str
@@ -184,6 +184,13 @@ class HydrateWeights(ReadingStep):
     staging_bytes: int = 0
     verify_bytes: int = 0
     verify_model_bytes: int = 0
+
+
+@frozen(kw_only=True)
+class HydrateWeights(FillingStep):
+    """Have every worker map its memory again at the same addresses and fill it: pack, residual, KV cache zeroed."""
+
+    phase: ClassVar[Phase] = "HYDRATE"
 
 
 @frozen(kw_only=True)

@@ -14,8 +14,8 @@ from coldsnap.artifact.manifest import RecoveryManifest, read_document
 from coldsnap.artifact.payloads import WorkerWeights
 from coldsnap.artifact.replay import SourceFile
 from coldsnap.errors import IntegrityError, UnsupportedError
+from coldsnap.moving import FillingStep
 from coldsnap.session import Session
-from coldsnap.steps import HydrateWeights
 from coldsnap.transfer.checkpoint import require_files
 
 __all__ = ["admit_checkpoint", "loading_of", "recovery_manifest", "recovery_places"]
@@ -69,7 +69,7 @@ def recovery_places(session: Session) -> Mapping[str, Mapping[str, Any]]:
     }
 
 
-def loading_of(step: HydrateWeights) -> Mapping[str, Any]:
+def loading_of(step: FillingStep) -> Mapping[str, Any]:
     """Return how the checkpoint is read, as a worker is told."""
     return {
         "loader": {

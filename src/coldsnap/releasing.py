@@ -28,7 +28,16 @@ from coldsnap.session import Released, Session
 from coldsnap.steps import OrderExport, ReleaseWeights
 from coldsnap.transfer.samples import draw, search
 
-__all__ = ["WEIGHTS", "describe_weights", "release", "release_request", "require_outside", "require_seen", "store_of"]
+__all__ = [
+    "WEIGHTS",
+    "describe_weights",
+    "recorded",
+    "release",
+    "release_request",
+    "require_outside",
+    "require_seen",
+    "store_of",
+]
 
 WEIGHTS = "weights"
 """The directory of an artifact with a directory for each worker."""
@@ -159,7 +168,7 @@ def _receipt(
             "residual_bytes": residual,
             "discarded_bytes": sum(sum(reply["discarded"].values()) for reply in replies.values()),
             "coverage": "; ".join(str(reply["coverage"]) for reply in replies.values()),
-            **_recorded(replies),
+            **recorded(replies),
         },
     )
 
@@ -169,7 +178,7 @@ def store_of(session: Session) -> str:
     return next(step.store for step in session.plan if isinstance(step, ReleaseWeights | OrderExport))
 
 
-def _recorded(replies: Mapping[str, Mapping[str, Any]]) -> dict[str, str | int]:
+def recorded(replies: Mapping[str, Mapping[str, Any]]) -> dict[str, str | int]:
     """Say what a recovery could use, and why there is none where there is none."""
     recorded = [reply.get("recovery") or {} for reply in replies.values()]
     reasons = sorted({str(one["reason"]) for one in recorded if one.get("reason")})

@@ -91,7 +91,10 @@ def start_engine(session: Session, step: StartEngine) -> Receipt:
     """Write the directive that lets the template go on; the network's names first, which it needs by then."""
     keeper = session.living
     directive = read_directive(Path(keeper.rank_dir) / layout.DIRECTIVE)
-    ordered = step.provider != "checkpoint" or directive.checkpoint is not None
+    provider = step.provider
+    if provider == "either":
+        provider = "recovery" if session.checkpoint else "native"
+    ordered = provider != "checkpoint" or directive.checkpoint is not None
     start = Start(unit=step.unit, phase=step.stop, load_format="coldsnap" if ordered else None)
     endpoint = Endpoint(host=step.address, port=step.port)
     names: dict[str, str] = {}
@@ -101,10 +104,10 @@ def start_engine(session: Session, step: StartEngine) -> Receipt:
         runtime = {name: value for name, value in planned.items() if name in RUNTIME_NAMES}
         start = evolve(start, environment=runtime, transport=TRANSPORT)
         _hand_over(keeper.rank_dir, step.unit, directive.incarnation, names)
-    write_directive(keeper.rank_dir, evolve(directive, provider=step.provider, endpoint=endpoint, start=start))
+    write_directive(keeper.rank_dir, evolve(directive, provider=provider, endpoint=endpoint, start=start))
     return Receipt(
         step=step.id,
-        effective=f"weights by {step.provider}",
+        effective=f"weights by {provider}",
         reason=f"{len(names)} names of the network are those of here" if names else "",
     )
 

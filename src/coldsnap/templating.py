@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from attrs import frozen
 
-from coldsnap.moving import ReadingStep, WritingStep
+from coldsnap.moving import FillingStep, WritingStep
 from coldsnap.phases import BaseStep, Phase
 
 __all__ = [
@@ -68,7 +68,8 @@ class StartEngine(BaseStep):
         stop: Where it stopped.
         address: Where the engine is to listen.
         port: As above.
-        provider: Where its weights come from: checkpoint (the engine's own loader), native or recovery.
+        provider: Where its weights come from: checkpoint (the engine's own loader), native, recovery, or either of the
+            two, as was found when the packs were looked for.
         devices: Ordinals of the GPUs that it sees, where the placement names some.
     """
 
@@ -77,7 +78,7 @@ class StartEngine(BaseStep):
     stop: Stop
     address: str
     port: int
-    provider: Literal["checkpoint", "native", "recovery"]
+    provider: Literal["checkpoint", "native", "recovery", "either"]
     devices: tuple[int, ...] = ()
 
 
@@ -107,25 +108,23 @@ class StageStartFiles(BaseStep):
 
 @frozen(kw_only=True)
 class OrderExport(WritingStep):
-    """Say in the directive that the load is to write what it leaves: pack, rest, manifests and index of the layout."""
+    """Say in the directive that the load is to write what it leaves: pack, rest, manifests and index of the layout.
+
+    Attributes:
+        recovery: Whether what a recovery from the checkpoint needs is kept, too: off, auto (where it can be), required.
+        derived_buffer_max_bytes: How much of parameters and buffers may be no copy of the checkpoint.
+    """
 
     phase: ClassVar[Phase] = "TEMPLATE"
+    recovery: Literal["off", "auto", "required"]
+    derived_buffer_max_bytes: int
 
 
 @frozen(kw_only=True)
-class OrderHydration(ReadingStep):
-    """Say in the directive which packs the load is to read.
-
-    Attributes:
-        store: The root of the store.
-        native_library: The I/O library, empty for the packaged one.
-        native_sha256: Its digest, empty when any will do.
-    """
+class OrderHydration(FillingStep):
+    """Say in the directive which packs, or which files of the checkpoint, the load is to read."""
 
     phase: ClassVar[Phase] = "HYDRATE"
-    store: str
-    native_library: str
-    native_sha256: str
 
 
 @frozen(kw_only=True)

@@ -8,9 +8,20 @@ from coldsnap.errors import UnsupportedError
 from coldsnap.planning.materialize import POLICY, require_materializable
 
 
-def artifact(kind, payloads=("pack",)):
-    weights, engine = types.SimpleNamespace(payloads=payloads), types.SimpleNamespace(kind=kind)
-    return types.SimpleNamespace(path="artifacts/one", descriptor=types.SimpleNamespace(weights=weights, engine=engine))
+def artifact(kind, payloads=("pack",), driver="n610"):
+    descriptor = types.SimpleNamespace(
+        weights=types.SimpleNamespace(payloads=payloads),
+        engine=types.SimpleNamespace(kind=kind),
+        snapshot_driver=types.SimpleNamespace(id=driver),
+    )
+    return types.SimpleNamespace(path="artifacts/one", descriptor=descriptor)
+
+
+@pytest.mark.parametrize("value", ["async", "required"])
+def test_an_engine_out_of_a_template_has_no_pack_in_its_memory(value):
+    with pytest.raises(UnsupportedError, match="is not what its load has left") as caught:
+        require_materializable(value, artifact("vllm", driver="n580"))
+    assert "Materialize of the artifact" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["async", "required"])

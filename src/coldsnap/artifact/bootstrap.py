@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from coldsnap.artifact import canonical, record
 from coldsnap.artifact.capsule import WORKER
-from coldsnap.artifact.manifest import NativeManifest
+from coldsnap.artifact.manifest import NativeManifest, RecoveryManifest
 from coldsnap.artifact.private import read_small
 from coldsnap.errors import FormatError, IntegrityError
 
@@ -91,7 +91,7 @@ class BootstrapIndex:
             raise IntegrityError("wrong content (rule evidence.5)", path=str(path), expected=sha256, actual=actual)
         return record.read(cls, canonical.decode(data, path=str(path), max_bytes=cls.MAX_BYTES), path=str(path))
 
-    def require_same_capture(self, manifest: NativeManifest) -> None:
+    def require_same_capture(self, manifest: NativeManifest | RecoveryManifest) -> None:
         """Check bootstrap.1, and that the tensors and the manifest's allocations belong together (bootstrap.2).
 
         Raises:

@@ -6,6 +6,7 @@ error; a worker that serves other weights than those it was told to has no excus
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from coldsnap.engines.settings import directive_path
 from coldsnap.errors import ContractError
 from coldsnap.keeper.directive import Checkpoint, Directive, read_directive
+from coldsnap.keeper.load_failure import noted
 
 if TYPE_CHECKING:
     from coldsnap.engines.rank import Operation
@@ -62,11 +64,11 @@ class Ordered:
         self._report = export(model, seen, read_request(ReleaseRequest, request))
 
     def start(self, model: Any, directive: Directive) -> None:
-        """Fill a model from the pack that the directive names; a reload of the same model changes nothing.
+        """Fill a model from what the directive names; a reload of the same model changes nothing.
 
         Args:
             model: Its parameters are allocated.
-            directive: With the provider native.
+            directive: One that ``fills``.
 
         Raises:
             ContractError: It says nothing of this worker.
@@ -77,7 +79,7 @@ class Ordered:
         worker = _worker()
         if directive.hydration is None:
             raise ContractError(
-                "the directive has the provider native and no hydration: nothing says where the pack is"
+                f"the directive has the provider {directive.provider} and no hydration: nothing says what to read"
             )
         try:
             request = directive.hydration.request(worker)
@@ -86,8 +88,11 @@ class Ordered:
             raise ContractError(told) from None
         if self._is_done(model):
             return
-        self._report = start(model, read_request(StartRequest, request), worker=worker)
-        _log(f"{worker} has its weights: {self._report['matched']['extents']} extents from the pack")
+        asked = read_request(StartRequest, {**request, "provider": directive.provider})
+        with noted(os.path.dirname(directive_path() or ""), worker):
+            self._report = start(model, asked, worker=worker)
+        source = "the pack" if asked.provider == "native" else "the checkpoint"
+        _log(f"{worker} has its weights: {self._report['matched']['extents']} extents from {source}")
 
     def order(self) -> Directive:
         """Return what a load of the format ``coldsnap`` goes by.

@@ -19,7 +19,7 @@ from coldsnap.artifact import canonical, record
 from coldsnap.artifact.private import require_private
 from coldsnap.keeper import layout
 from coldsnap.keeper.layout import IN_PROCESS_DIR, TMP_DIR
-from coldsnap.keeper.start import Checkpoint, Export, Hydration, Start, WorkerSource
+from coldsnap.keeper.start import Checkpoint, Export, Hydration, Loader, Start, WorkerSource
 
 __all__ = [
     "ACCEPTED_ABIS",
@@ -34,6 +34,7 @@ __all__ = [
     "Endpoint",
     "Export",
     "Hydration",
+    "Loader",
     "Provider",
     "Start",
     "WorkerSource",
@@ -103,6 +104,11 @@ class Directive:
     hydration: Hydration | None = None
     export: Export | None = None
     checkpoint: Checkpoint | None = None
+
+    @property
+    def fills(self) -> bool:
+        """Tell whether a load is brought byte by byte, out of packs or files, and not by the engine's own loader."""
+        return self.provider == "native" or (self.provider == "recovery" and self.hydration is not None)
 
     @classmethod
     def new(

@@ -15,7 +15,7 @@ from coldsnap.artifact import record
 from coldsnap.artifact.capsule import UNIT, WORKER
 from coldsnap.artifact.manifest import ModelSource
 
-__all__ = ["Checkpoint", "Export", "Hydration", "Phase", "Start", "WorkerSource"]
+__all__ = ["Checkpoint", "Export", "Hydration", "Loader", "Phase", "Start", "WorkerSource"]
 
 Phase: TypeAlias = Literal["pre_exec", "imported"]
 
@@ -49,6 +49,7 @@ class WorkerSource:
         manifest_sha256: Digest of the native manifest there.
         pack: Path of its pack; absent with the provider recovery.
         index_sha256: Digest of the bootstrap index there, for an engine that is started anew.
+        recovery_sha256: Digest of the recovery manifest there, with the provider recovery.
     """
 
     worker: str = field(validator=WORKER)
@@ -56,6 +57,26 @@ class WorkerSource:
     manifest_sha256: str = field(validator=record.sha256)
     pack: str | None = field(default=None, validator=record.optional(record.matching(r"/.*", "an absolute path")))
     index_sha256: str | None = field(default=None, validator=record.optional(record.sha256))
+    recovery_sha256: str | None = field(default=None, validator=record.optional(record.sha256))
+
+
+@frozen(kw_only=True)
+class Loader:
+    """How a recovery reads the checkpoint; the names are those of ``loader`` of ``hydrate``.
+
+    Attributes:
+        backend: Of the loader.
+        chunk_bytes: Size of a read.
+        staging_bytes: Largest slab of what cannot go straight to its place.
+        queue_depth: Reads in flight.
+        verify_bytes: How much of both ends of each tensor is compared with the file.
+    """
+
+    backend: Literal["auto", "direct", "buffered", "mmap", "torch"]
+    chunk_bytes: int = field(validator=record.at_least(4096))
+    staging_bytes: int = field(validator=record.at_least(4096))
+    queue_depth: int = field(validator=record.at_least(1))
+    verify_bytes: int = field(validator=record.at_least(0))
 
 
 @frozen(kw_only=True)
@@ -71,6 +92,7 @@ class Hydration:
         chunk_bytes: Size of one.
         native_library: A library that was chosen.
         native_sha256: Its digest.
+        loader: How the checkpoint is read, with the provider recovery.
         workers: One for each worker.
     """
 
@@ -82,6 +104,7 @@ class Hydration:
     chunk_bytes: int = field(validator=record.at_least(4096))
     native_library: str | None = None
     native_sha256: str | None = None
+    loader: Loader | None = None
     workers: tuple[WorkerSource, ...] = field(validator=record.one_of_each(lambda item: item.worker, "worker"))
 
     def request(self, worker: str) -> dict[str, Any]:
@@ -114,6 +137,8 @@ class Export:
         chunk_bytes: Size of one.
         native_library: A library that was chosen.
         native_sha256: Its digest.
+        recovery: Whether the copies of the load are recorded: off, auto (where they can be), required.
+        derived_buffer_max_bytes: How much of parameters and buffers may be no copy of the checkpoint.
     """
 
     directory: str = field(validator=record.matching(r"/.*", "an absolute path"))
@@ -128,6 +153,8 @@ class Export:
     chunk_bytes: int = field(default=64 << 20, validator=record.at_least(4096))
     native_library: str | None = None
     native_sha256: str | None = None
+    recovery: Literal["off", "auto", "required"] = "auto"
+    derived_buffer_max_bytes: int = field(default=64 << 20, validator=record.at_least(0))
 
     def request(self, worker: str) -> dict[str, Any]:
         """Return what one worker writes, as the arguments of ``release``."""

@@ -93,10 +93,12 @@ _SCOPE = {
 
 def _exported(resolved: ResolvedPolicy, context: Context) -> _Rows:
     backend = resolved["io.capture_backend"]
+    mode, also, recorded = _recorded(resolved)
     return [
-        ("weights.mode", "native", f"{context.reason}, model bytes in the store {context.store}"),
+        ("weights.mode", mode, f"{context.reason}, model bytes in the store {context.store}{also}"),
         ("process.discard", "kv_cache", "a template has no KV cache"),
-        *_unused(resolved, ("weights.recovery.enabled",), "an engine that is started reads its packs"),
+        ("weights.recovery.enabled", _text(resolved["weights.recovery.enabled"]), recorded),
+        *_unused(resolved, (*_LOADING, *_FETCHING), "it is about a restore", always=False),
         ("io.capture_backend", backend, _CAPTURE[backend]),
     ]
 
@@ -170,17 +172,23 @@ def native_decisions(resolved: ResolvedPolicy) -> tuple[Decision, ...]:
 
 def _released(resolved: ResolvedPolicy, context: Context) -> _Rows:
     discard = resolved["process.discard"]
-    recovery = resolved["weights.recovery.enabled"]
-    recorded = "the manifest that a recovery from the checkpoint needs is " + ("kept, too" if recovery else "not kept")
-    mode = "recovery" if resolved["weights.mode"] == "recovery" else "native"
-    also = ", and the checkpoint must do as well" if mode == "recovery" else ""
+    mode, also, recorded = _recorded(resolved)
     return [
         ("weights.mode", mode, f"{context.reason}: model bytes go into the store {context.store}{also}"),
-        ("weights.recovery.enabled", _text(recovery), recorded),
+        ("weights.recovery.enabled", _text(resolved["weights.recovery.enabled"]), recorded),
         *_unused(resolved, (*_LOADING[:-1], *_FETCHING), "it is about a restore", always=False),
         ("process.discard", _text(discard), "zero after a restore" if discard else "all of it stays in the image"),
         ("io.capture_backend", resolved["io.capture_backend"], _CAPTURE[resolved["io.capture_backend"]]),
     ]
+
+
+def _recorded(resolved: ResolvedPolicy) -> tuple[str, str, str]:
+    """Return what ``weights.mode`` comes to at a capture, what that demands, and what is kept for a recovery."""
+    kept = "kept, too" if resolved["weights.recovery.enabled"] else "not kept"
+    recorded = f"the manifest that a recovery from the checkpoint needs is {kept}"
+    if resolved["weights.mode"] == "recovery":
+        return "recovery", ", and the checkpoint must do as well", recorded
+    return "native", "", recorded
 
 
 _CAPTURE = {

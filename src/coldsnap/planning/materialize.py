@@ -40,6 +40,12 @@ def require_materializable(value: str, artifact: Artifact) -> None:
             field=POLICY,
             works='"off": a pack that is staged in the store is used',
         )
+    if value != "off" and artifact.descriptor.snapshot_driver.id == "n580":
+        raise UnsupportedError(
+            f"the engine of {artifact.path} is started anew, and its memory is not what its load has left",
+            field=POLICY,
+            works='"off", and Materialize of the artifact, which makes the packs of its checkpoint',
+        )
     if value != "off" and artifact.descriptor.weights.payloads is None:
         raise UnsupportedError(
             f"{artifact.path} names no pack that could be written",

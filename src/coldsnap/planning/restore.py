@@ -212,8 +212,10 @@ def _started(
     if weights.ordered:
         # Nothing compares preverified bytes on their way: their evidence must have been looked at.
         first = ("verify", "verify-packs") if weights.resolved["io.verify_mode"] == "preverified" else ()
-        fed: tuple[Step, ...] = start_steps(weights.resolved, store, timeout_s=operation.ready_timeout_s)
-        start = start_step(unit, name, stop, after=(thawed, "order", *first), provider="native")
+        fed: tuple[Step, ...] = start_steps(
+            weights.resolved, store, timeout_s=operation.ready_timeout_s, checkpoint=weights.provider != "native"
+        )
+        start = start_step(unit, name, stop, after=(thawed, "order", *first), provider=weights.provider)
         report = ReportLoad(id="report", after=("ready",), task="start", timeout_s=operation.answer_timeout_s)
         told: tuple[Step, ...] = (report,)
         checked += ("verify-packs", report.id)

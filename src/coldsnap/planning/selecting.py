@@ -71,12 +71,16 @@ def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
         UnsupportedError: They are wanted from somewhere else.
     """
     mode = policy.resolved()["weights.mode"]
-    if artifact.descriptor.weights.starts and mode in ("auto", "cache-only-auto", "native"):
+    if artifact.descriptor.weights.starts and mode != "image":
+        provider, reason = provider_of(artifact, mode)
+        _refuse_samples(policy, provider)
         return PlacedWeights(
             resolved=policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy)),
             native=True,
             ordered=True,
-            reason="an engine that is started anew loads what the captured one had loaded",
+            reason=f"an engine that is started anew loads what the captured one had loaded: {reason}",
+            provider=provider,
+            repository=_repository(policy, artifact) if mode == "auto" and provider == "either" else "",
         )
     if artifact.descriptor.weights.starts or mode not in ("auto", "cache-only-auto"):
         raise UnsupportedError(
@@ -89,11 +93,21 @@ def _started(policy: Policy, artifact: Artifact) -> PlacedWeights:
     return PlacedWeights(resolved=resolved, native=False, reason="an engine that is started anew loads its checkpoint")
 
 
+def _refuse_samples(policy: Policy, provider: str) -> None:
+    path = "weights.recovery.verify_model_bytes"
+    if provider != "native" and path in policy.explicit and policy.resolved()[path]:
+        raise UnsupportedError(
+            "a template has no samples of a memory that a start could be compared with",
+            field=path,
+            works="0: the checksum of everything that is copied is compared",
+        )
+
+
 def provider_of(artifact: Artifact, mode: str) -> tuple[Literal["native", "either", "recovery"], str]:
     """Return who brings weights that are outside the image, and why.
 
     Args:
-        artifact: Of n610, with its weights outside the image.
+        artifact: With its weights outside the image.
         mode: ``weights.mode``.
 
     Raises:

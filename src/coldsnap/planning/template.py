@@ -87,7 +87,8 @@ def capture_weights(policy: Policy, engine: Engine, *, gpu: bool) -> PlacedWeigh
     Raises:
         UnsupportedError: They are wanted in the process image, or outside it where there is no memory provider.
     """
-    if policy.resolved()["weights.mode"] in ("image", "recovery"):
+    exports = isinstance(engine, StartsFromPacks) and engine.exports
+    if (mode := policy.resolved()["weights.mode"]) == "image" or (mode == "recovery" and not exports):
         raise UnsupportedError(
             "the process image of a template has no weights",
             field="weights.mode",
@@ -97,7 +98,7 @@ def capture_weights(policy: Policy, engine: Engine, *, gpu: bool) -> PlacedWeigh
         raise UnsupportedError(
             "a template has no KV cache that could be kept", field="process.discard", works='["kv_cache"]'
         )
-    if isinstance(engine, StartsFromPacks) and engine.exports:
+    if exports:
         return PlacedWeights(
             resolved=policy.resolved(engine_defaults=engine_defaults(native=True, policy=policy)),
             native=True,
@@ -151,7 +152,7 @@ def start_step(
     stop: Literal["pre_exec", "imported"],
     *,
     after: tuple[str, ...],
-    provider: Literal["checkpoint", "native"] = "checkpoint",
+    provider: Literal["checkpoint", "native", "recovery", "either"] = "checkpoint",
 ) -> StartEngine:
     """Return the step that lets a template become its engine."""
     return StartEngine(

@@ -237,14 +237,18 @@ def export_steps(
         after=(after,),
         store=store,
         discard=(),
+        recovery=_recording(resolved),
+        derived_buffer_max_bytes=resolved["weights.recovery.derived_buffer_max_bytes"],
         **writing(resolved),
         timeout_s=operation.dump_timeout_s,
     )
     return stage, order
 
 
-def start_steps(resolved: ResolvedPolicy, store: str, *, timeout_s: float) -> tuple[StageStartFiles, OrderHydration]:
-    """Return the steps by which a load reads packs; the last is ``order``."""
+def start_steps(
+    resolved: ResolvedPolicy, store: str, *, timeout_s: float, checkpoint: bool = False
+) -> tuple[StageStartFiles, OrderHydration]:
+    """Return the steps by which a load reads packs, or the checkpoint where it may; the last is ``order``."""
     return (
         StageStartFiles(id="stage-model", after=("keeper",), store=store),
         OrderHydration(
@@ -254,6 +258,7 @@ def start_steps(resolved: ResolvedPolicy, store: str, *, timeout_s: float) -> tu
             **reading(resolved, fresh=False),
             native_library=resolved["io.native_library"] or "",
             native_sha256=resolved["io.native_sha256"] or "",
+            **(_loading(resolved) if checkpoint else {}),
             timeout_s=timeout_s,
         ),
     )

@@ -73,7 +73,7 @@ class ReleasableModel(torch.nn.Module):  # type: ignore[misc]  # torch is not th
 
     def _load(self, path: str) -> None:
         directive = ordered.directive
-        if directive is not None and directive.provider == "native":
+        if directive is not None and directive.fills:
             ordered.start(self, directive)
             return
         if directive is not None and directive.checkpoint is not None:

@@ -27,6 +27,7 @@ def exporting(directory, library):
         "directory": str(directory / "worker-0"),
         "store": str(directory / "store"),
         "capture_id": "capture-0001",
+        "model": {"model_id": "model", "revision": "0" * 40},
         "discard": [],
         "native_library": library,
         "reserve_bytes": 0,
@@ -40,8 +41,10 @@ class Capture:
         self.directory, self.library = directory, library
         self.seen = run(python, "export", directory, exporting(directory, library))
         self.report = self.seen["report"]
+        recovered = run(python, "start", directory, {name: self.request(**more) for name, more in self.recovering()})
         (directory / "model.safetensors").rename(directory / "moved-away")
         self.started = run(python, "start", directory, {name: self.request(**more) for name, more in self.asked()})
+        self.started |= recovered
 
     @property
     def pack(self):
@@ -58,6 +61,13 @@ class Capture:
             "backend": "python",
             **more,
         }
+
+    def recovering(self):
+        """Yield every start that reads the checkpoint."""
+        recovery = {"provider": "recovery", "recovery_sha256": self.report["recovery"]["manifest_sha256"], "pack": None}
+        for backend in ("auto", "direct", "torch"):
+            yield f"recovery, {backend}", {**recovery, "loader": {"backend": backend, "verify_bytes": 64}}
+        yield "recovery, other layout", {**recovery, "model": {"layers": 1}}
 
     def asked(self):
         """Yield every start that a test looks at."""
@@ -124,6 +134,28 @@ def test_an_engine_without_the_checkpoint_answers_as_the_one_that_had_it(capture
     assert seen["answer"] == capture.seen["answer"]
     assert len(set(seen["answer"]["tokens"])) > 5
     assert seen["report"]["provider"] == "native"
+
+
+@pytest.mark.parametrize("backend", ["auto", "direct", "torch"])
+def test_an_engine_without_the_pack_answers_the_same_out_of_the_checkpoint(capture, backend):
+    """Stacked, sharded, converted and padded destinations; what was computed comes from the rest."""
+    seen = capture.started[f"recovery, {backend}"]
+
+    assert seen["answer"] == capture.seen["answer"]
+    report = seen["report"]
+    assert report["provider"] == "recovery"
+    assert report["bytes"]["pack"] == report["pack_bytes"] == 0
+    assert report["bytes"]["residual"] == capture.started["python"]["report"]["bytes"]["residual"]
+    effective = report["receipts"]["checkpoint"]["effective"]
+    assert backend in (effective, "auto") and effective
+
+
+def test_a_recovery_into_another_layout_is_refused_by_name(capture):
+    seen = capture.started["recovery, other layout"]
+
+    assert seen["refused"] == "AdmissionError"
+    assert "layers.1.bias is only in the capture" in seen["why"]
+    assert seen["untouched"]
 
 
 def test_what_was_copied_comes_from_the_pack_and_all_else_from_the_rest(capture):

@@ -66,16 +66,16 @@ def loader_class() -> Any:
             """Make a model, fill it as the directive says, and have it post-processed."""
             self._order = ordered.order()
             _require_provider(self._order.provider)
-            if self._order.provider != "native":
+            if not self._order.fills:
                 checkpoint = ordered.checkpoint(self._order)
                 self.load_config.load_format = type_of(checkpoint.load_format)
             model = super().load_model(model_config=model_config, device_config=device_config)
-            if self._order.provider != "native":
+            if not self._order.fills:
                 ordered.loaded_from(checkpoint.path, self._order)
             return model
 
         def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
-            if self._order.provider == "native":
+            if self._order.fills:
                 return iter(())
             there = copy.copy(model_config)
             there.model_path, there.revision = ordered.checkpoint(self._order).path, None
@@ -84,7 +84,7 @@ def loader_class() -> Any:
 
         def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
             """Fill a model that was made."""
-            if self._order is None or self._order.provider != "native":
+            if self._order is None or not self._order.fills:
                 DefaultModelLoader.load_weights_and_postprocess(model, weights, target_device)
                 return
             loads.unobserved.add(model)

@@ -34,7 +34,7 @@ def register_load_format(module: ModuleType) -> None:
         def load_weights(self, model: Any, model_config: Any) -> None:
             """Fill a model that was made."""
             directive = ordered.order()
-            if directive.provider == "native":
+            if directive.fills:
                 ordered.start(model, directive)
             else:
                 _from_checkpoint(module, self.load_config, model, model_config, directive)

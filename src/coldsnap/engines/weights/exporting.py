@@ -43,7 +43,10 @@ def export(model: Any, record: LoadRecord, asked: ReleaseRequest) -> Reply:
     settled = record.settle(model, compare=False)
     names = {one.semantic for one in settled.written} | set(settled.unsupported)
     layout = Layout.of(model, names)
-    divided = split(layout.allocations, settled.written, settled.kept)
+    # What is not persistent is the engine's to compute at a start, too; it is in no allocation.
+    known = {one.name for one in layout.tensors}
+    derived = {name: size for name, size in settled.derived.items() if name in known}
+    divided = split(layout.allocations, settled.written, settled.kept, copies=settled.copies, derived=derived)
     if not divided.model.extents:
         raise ContractError(
             f"the load of {type(model).__name__} was not seen to copy a byte: kept {dict(divided.kept)}"
@@ -65,6 +68,7 @@ def export(model: Any, record: LoadRecord, asked: ReleaseRequest) -> Reply:
             tuning=asked.tuning,
             reuse=asked.reuse_blob,
             reserve_bytes=asked.reserve_bytes,
+            recording=asked.recording,
         ),
         index=index,
     )
@@ -86,4 +90,5 @@ def _reply(written: Generation, divided: Split, index_sha256: str) -> Reply:
         "kept": dict(divided.kept),
         "seconds": dict(written.seconds),
         "backend": written.receipt.effective,
+        "recovery": written.recorded(),
     }

@@ -120,6 +120,17 @@ class Generation:
     receipt: CaptureReceipt
     seconds: Mapping[str, float]
 
+    def recorded(self) -> Mapping[str, str | int | None]:
+        """Return what a recovery could use, as a reply has it."""
+        return {
+            "manifest_sha256": self.recovery_sha256,
+            "reason": self.replay.reason,
+            "files": len(self.replay.files),
+            "copies": len(self.replay.copies),
+            "plain": sum(copy.crc32 is not None for copy in self.replay.copies),
+            "derived_bytes": self.replay.derived_bytes,
+        }
+
 
 @frozen(kw_only=True)
 class _Packed:

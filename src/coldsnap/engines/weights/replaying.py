@@ -114,6 +114,7 @@ def replay(
     *,
     memory: PreservedMemory,
     loading: Loading,
+    bases: Sequence[int] | None = None,
     between: Callable[[str], None] = lambda _: None,
 ) -> ReplayReceipt:
     """Do every copy again.
@@ -122,21 +123,24 @@ def replay(
         manifest: With copies; its allocations are mapped.
         memory: Where to.
         loading: How.
+        bases: Where each allocation begins in this process; None: where it was.
         between: Called with ``plain``, ``staged`` and ``verify`` before each.
 
     Raises:
         IntegrityError: A tensor of the checkpoint is not the captured one; it is named. The memory is garbage.
         NativeError: A transfer failed; the memory is garbage, and the call may be repeated.
     """
-    return _Replay(manifest, memory, loading).run(between)
+    return _Replay(manifest, memory, loading, bases).run(between)
 
 
 class _Replay:
-    def __init__(self, manifest: RecoveryManifest, memory: PreservedMemory, loading: Loading) -> None:
+    def __init__(
+        self, manifest: RecoveryManifest, memory: PreservedMemory, loading: Loading, bases: Sequence[int] | None
+    ) -> None:
         self._manifest = manifest
         self._memory = memory
         self._loading = loading
-        self._bases = [one.address for one in manifest.allocations]
+        self._bases = [one.address for one in manifest.allocations] if bases is None else bases
         straight = loading.backend != "torch"
         self._plain = [one for one in manifest.copies if straight and one.crc32 is not None]
         self._staged = [one for one in manifest.copies if not (straight and one.crc32 is not None)]

@@ -369,19 +369,7 @@ def _release_reply(
         "kept": dict(split.kept),
         "seconds": {"write": sum(generation.seconds.values()), **generation.seconds, "release": seconds},
         "backend": generation.receipt.effective,
-        "recovery": _recorded(generation),
-    }
-
-
-def _recorded(generation: Generation) -> Reply:
-    replay = generation.replay
-    return {
-        "manifest_sha256": generation.recovery_sha256,
-        "reason": replay.reason,
-        "files": len(replay.files),
-        "copies": len(replay.copies),
-        "plain": sum(copy.crc32 is not None for copy in replay.copies),
-        "derived_bytes": replay.derived_bytes,
+        "recovery": generation.recorded(),
     }
 
 
