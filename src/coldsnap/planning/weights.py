@@ -253,7 +253,7 @@ def start_steps(
         StageStartFiles(id="stage-model", after=("keeper",), store=store),
         OrderHydration(
             id="order",
-            after=("keeper", "admit-packs", "stage-model"),
+            after=("stage", "admit-packs", "stage-model"),  # stage writes the directive that this adds to
             store=store,
             **reading(resolved, fresh=False),
             native_library=resolved["io.native_library"] or "",
