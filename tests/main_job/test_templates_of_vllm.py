@@ -1,4 +1,4 @@
-"""A template of real vLLM: captured once, started twice at the same time out of its pack, the same tokens."""
+"""A template of real vLLM: captured once, started twice at once out of its pack, then out of its checkpoint."""
 
 import contextlib
 import http.client
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import coldsnap as cs
+from coldsnap.transfer.safetensors import index
 
 pytestmark = [pytest.mark.vllm, pytest.mark.criu, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -30,12 +31,19 @@ def complete(engine, model):
         return json.loads(connection.getresponse().read())["choices"][0]["token_ids"]
 
 
-def test_a_template_is_started_twice_at_once_out_of_its_pack(tmp_path, engine_python, criu, free_ports):
+def tensors_of(model):
+    """Return how many bytes of tensors a checkpoint has."""
+    return sum(one.length for one in index(model.glob("*.safetensors")).values())
+
+
+def test_a_template_is_started_twice_at_once_out_of_its_pack_and_then_out_of_its_checkpoint(
+    tmp_path, engine_python, criu, free_ports
+):
     model, output = tmp_path / "tiny", tmp_path / "artifact"
     subprocess.run([engine_python, str(MAKER), str(model)], check=True, stdout=subprocess.DEVNULL)
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     spec = cs.VLLM(model, args=(*SMALL, "--enforce-eager"), python=engine_python, env=env)
-    facts, ports = cs.probe(criu=criu), free_ports(3)
+    facts, ports = cs.probe(criu=criu), free_ports(4)
 
     def run(operation, **leaves):
         plan = cs.resolve(cs.Policy().evolve(**leaves), operation, facts)
@@ -50,7 +58,7 @@ def test_a_template_is_started_twice_at_once_out_of_its_pack(tmp_path, engine_py
     model.rename(tmp_path / "moved-away")
 
     with ThreadPoolExecutor(2) as pool:
-        operations = [cs.Restore(artifact, placement=cs.local(port=port)) for port in ports[1:]]
+        operations = [cs.Restore(artifact, placement=cs.local(port=port)) for port in ports[1:3]]
         reports = list(pool.map(run, operations))
 
     with contextlib.ExitStack() as serving:
@@ -59,3 +67,12 @@ def test_a_template_is_started_twice_at_once_out_of_its_pack(tmp_path, engine_py
         for report in reports:
             assert report.receipt("report").details["pack_bytes"] == pack.bytes
             assert report.receipt("answer").effective.endswith("tokens as captured")
+
+    (tmp_path / "moved-away").rename(model)
+    recovery = {"weights.mode": "recovery"}
+    recovered = run(cs.Restore(artifact, placement=cs.local(port=ports[3])), **recovery)
+    with recovered.serving as engine:
+        assert complete(engine, model) == expected
+        details = recovered.receipt("report").details
+        assert details["pack_moved_bytes"] == 0
+        assert details["checkpoint_bytes"] == tensors_of(model)
