@@ -173,6 +173,9 @@ NOT_HERE = {
             fleet.restore(sglang_of(fleet.with_packs(fleet.cpu_host()))), **{"weights.native.materialize": "required"}
         )
     ),
+    "`weights.native.materialize` with a template (n580), whose engine repacks what its load left": lambda: planned(
+        fleet.restore(fleet.template_of(fleet.cpu_host())), **{"weights.native.materialize": "required"}
+    ),
 }
 
 if __name__ == "__main__":
