@@ -23,6 +23,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, help="directory of artifact and store, on the filesystem to be measured")
     parser.add_argument("--minutes", type=float, default=60, help="what has not begun by then is not run")
     parser.add_argument("--restores", type=int, default=3)
+    parser.add_argument("--recovery", type=int, default=0, help="restores out of the checkpoint, beside those of packs")
     parser.add_argument("--cold-restores", type=int, default=1)
     parser.add_argument(
         "--clones", type=int, default=0, help="restores at the same moment, at as many ports from --port"

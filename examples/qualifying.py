@@ -13,7 +13,8 @@ last hot restore), ``second_capture`` (``new_pack_bytes`` of a capture with anot
 packs), ``engines_own`` (answers that were compared, and were different, after the engine's own sleep and reload),
 ``by_hand`` (what the rival printed), ``work`` (``path`` and ``filesystem`` of artifact and store), ``composition``
 (``composing.py``), ``rate_ratios`` (tokens/s after each restore to those before the capture), ``still_cached`` (bytes
-that a cold restore did not read from the disk, as the page cache kept them), what ``living.py`` adds,
+that a cold restore did not read from the disk, as the page cache kept them), what ``living.py`` and
+``recovering.py`` add,
 ``digests`` (``tensors`` that the engine's ranks had before the capture, ``comparisons`` of all of them after a restore,
 ``different``: when → names), ``speedup`` (slowest hot restore against the fastest warm-cache cold start),
 ``over_by_hand`` (median hot restore against that of the rival ``by_hand.py``).
@@ -54,6 +55,7 @@ from measuring import (  # type: ignore[import-not-found]
     receipts_of,
     steady_rates,
 )
+from recovering import RECOVERY, recovered  # type: ignore[import-not-found]
 
 PROMPTS = (
     "Reply with exactly: coldsnap",
@@ -104,6 +106,8 @@ class Qualification:
         """Run every part; return the figures."""
         self.part("capture", self.capture)
         self.part("restore, hot", lambda: self.restores("restore, hot", self.options.restores))
+        if self.options.recovery:
+            self.part(RECOVERY, lambda: recovered(self))
         self.living()
         if self.options.clones:
             self.part(f"restore, {self.options.clones} at once", self.clones)
@@ -323,13 +327,13 @@ class Qualification:
         """Return where every engine is placed."""
         return cs.local(port=self.options.port)
 
-    def planned(self, operation: Any) -> Plan:
+    def planned(self, operation: Any, policy: cs.Policy | None = None) -> Plan:
         """Resolve with fresh facts."""
-        return cs.resolve(self.policy, operation, cs.probe(criu=self.options.criu, store=self.work / "store"))
+        return cs.resolve(policy or self.policy, operation, cs.probe(criu=self.options.criu, store=self.work / "store"))
 
-    def execute(self, operation: Any) -> cs.Report:
+    def execute(self, operation: Any, policy: cs.Policy | None = None) -> cs.Report:
         """Resolve with fresh facts, and run."""
-        return cs.execute(self.planned(operation), on_event=cs.progress(file=sys.stdout))
+        return cs.execute(self.planned(operation, policy), on_event=cs.progress(file=sys.stdout))
 
     @contextmanager
     def launched(self, spec: Spec, name: str, note: str) -> Iterator[cs.Engine]:

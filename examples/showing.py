@@ -43,6 +43,9 @@ def table(result: Mapping[str, Any]) -> str:
     for name in ("speedup", "over_by_hand"):
         if result.get(name):
             lines.append(f"{name:<48} {result[name]:8.1f} x")
+    for name in ("restore", "hydrate"):
+        if result.get("recovery", {}).get(name):
+            lines.append(f"{f'{name} by recovery, over one out of packs':<48} {result['recovery'][name]:8.2f} x")
     digests = result["digests"]
     wrong = sum(len(names) for names in digests["different"].values())
     lines.append(f"{'tensors compared':<48} {digests['tensors'] * digests['comparisons']:8d}    different: {wrong}")

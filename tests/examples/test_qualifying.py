@@ -27,7 +27,7 @@ def options(module, tmp_path, criu, port, *more):
 
 def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, example, described, criu, free_port):
     module, living = example("qualifying"), example("living")
-    more = ("--keep", "--sleep-wake", "2", "--undo", "dump", "--undo", "nothing", "--rate-warm-up", "3")
+    more = "--recovery 1 --keep --sleep-wake 2 --undo dump --undo nothing --rate-warm-up 3".split()
     chosen = options(module, tmp_path, criu, free_port, *more)
 
     checkpoint = write_checkpoint(tmp_path / "model.safetensors", size_bytes=1 << 20)
@@ -45,6 +45,7 @@ def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, e
         **{f"capture: {step}": 1 for step in ("quiesce", "dump", "shrink", "seal", "commit")},
         "capture, whole": 1,
         "restore, hot": 2,
+        "restore by recovery, hot": 1,
         living.KEPT: 1,
         living.ASLEEP: 2,
         living.AWAKE: 2,
@@ -54,12 +55,17 @@ def test_an_engine_is_qualified_and_every_answer_and_tensor_compared(tmp_path, e
         "restore, cold": 1,
         module.BY_HAND: 2,
     }
-    # Two hot restores, one warm start, one cold restore; and the engine that lived on: restored, kept, beside its
-    # clone, woken twice, spared.
-    assert result["exact"] == {"answers": 10 * len(module.PROMPTS), "different": 0}
+    # Two hot restores, one by recovery, one warm start, one cold restore; and the engine that lived on: restored,
+    # kept, beside its clone, woken twice, spared.
+    assert result["exact"] == {"answers": 11 * len(module.PROMPTS), "different": 0}
     # Of the four matrices of the checkpoint, and the scales that are computed.
-    assert result["digests"] == {"tensors": 5, "comparisons": 8, "different": {}}
+    assert result["digests"] == {"tensors": 5, "comparisons": 9, "different": {}}
     assert [set(split) >= {"admit-artifact", "thaw", "answer"} for split in result["split"]] == [True, True]
+    recovery = result["recovery"]
+    assert recovery["restored"]["admit-packs"]["effective"] == "recovery"
+    assert result["restored"]["admit-packs"]["effective"].startswith("1 packs in")
+    assert recovery["hydrate"] > 0
+    assert recovery["within"] is (recovery["restore"] <= 1.5)
     assert result["speedup"] > 0
     assert result["over_by_hand"] > 1
     assert result["by_hand"] == told
@@ -131,6 +137,20 @@ def test_a_tensor_that_differs_or_is_missing_is_named(example):
         "worker.7 c",
     ]
     assert differences({"worker.7": {"a": "1"}}, {}) == ["worker.7 a"]
+
+
+@pytest.mark.parametrize(
+    ("native", "recoveries", "told"),
+    [
+        ([2.0, 2.2, 9.0], [3.3, 1.0, 8.0], {"restore": 1.5, "hydrate": 2.0, "within": True}),
+        ([2.0], [3.1], {"restore": 1.55, "hydrate": 2.0, "within": False}),
+        (None, [3.0], {"restore": None, "hydrate": 2.0, "within": False}),
+    ],
+)
+def test_a_recovery_is_held_against_restores_out_of_packs_by_their_medians(example, native, recoveries, told):
+    splits = ([{"hydrate": 0.5}, {"hydrate": 1.0, "thaw": 3.0}, {"thaw": 1.0}], [{"hydrate": 0.375}])
+    found = example("recovering").over_native(recoveries, native, *splits)
+    assert found == {name: pytest.approx(value) for name, value in told.items()}
 
 
 def test_an_answer_that_differs_is_counted(tmp_path, example, described, criu, free_port):
