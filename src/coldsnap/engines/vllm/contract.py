@@ -16,6 +16,7 @@ _LLM = "v1.engine.async_llm"
 _LOADS = ("load_general_plugins",)
 _CUMEM = "device_allocator.cumem"
 _SLEEP = "device_allocator.sleep_mode_backend"
+_RENDERER = "renderers.base"
 _WORKER = "v1.worker.gpu_worker"
 _LOADER = "model_executor.model_loader.default_loader"
 
@@ -177,6 +178,20 @@ CONTRACT: tuple[Requirement, ...] = (
             why="is what vLLM's own API reaches the backend through",
         )
         for name, argument, calls in (("sleep", "level", "suspend"), ("wake_up", "tags", "resume"))
+    ),
+    # The multimodal warm-up of a start for a restore: mm_warmup.py
+    Requirement(
+        module=_RENDERER,
+        name="BaseRenderer._warmup_mm_processor",
+        parameters=("processor", "log_prefix"),
+        why="is the warm-up that waits until the engine is open",
+    ),
+    Requirement(module=_RENDERER, name="BaseRenderer._process_multimodal", why="is a real request, which cancels it"),
+    Requirement(
+        module=_RENDERER,
+        name="BaseRenderer.__init__",
+        stores=("_mm_executor",),
+        why="does one of them at a time",
     ),
     # The load formats of a launch on a GPU, and the load observer: engine.py, loading.py
     *(

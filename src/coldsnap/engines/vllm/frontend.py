@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from coldsnap.engines.rank import Busy, Operation
@@ -29,14 +29,16 @@ class FrontEnd:
     Args:
         closed: Whether the door is closed until somebody is admitted: an engine that is started for a restore must
             first give the captured answer.
+        opened: Called whenever the door was opened.
     """
 
-    def __init__(self, *, closed: bool = False) -> None:
+    def __init__(self, *, closed: bool = False, opened: Callable[[], None] = lambda: None) -> None:
         self._engine: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = asyncio.Event()
         if not closed:
             self._open.set()
+        self._opened = opened
         self._entering = 0  # past the door, not yet counted by the engine
         self._held = 0
         self._key = ""  # lets one request through the closed door: the acceptance request of a restore
@@ -137,6 +139,7 @@ class FrontEnd:
         self._turns += 1
         self._key = ""
         self._open.set()
+        self._opened()
         return await self._status()
 
     async def _reset_prefix_cache(self) -> Mapping[str, Any]:

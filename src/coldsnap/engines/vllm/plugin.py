@@ -98,11 +98,17 @@ def _hook_front_end(path: str) -> Mapping[str, Operation]:
 
     from coldsnap.engines.vllm import contract  # noqa: PLC0415
     from coldsnap.engines.vllm.frontend import FrontEnd  # noqa: PLC0415
+    from coldsnap.engines.vllm.imports import after_import  # noqa: PLC0415
+    from coldsnap.engines.vllm.mm_warmup import RENDERER, DeferredWarmup  # noqa: PLC0415
     from coldsnap.keeper.directive import read_directive  # noqa: PLC0415
 
     contract.report(os.path.dirname(vllm.__file__), version=vllm.__version__).require()
 
-    front = FrontEnd(closed=read_directive(path).operation == "restore")
+    restored = read_directive(path).operation == "restore"
+    warmup = DeferredWarmup(log=_log)
+    if restored:  # a process that was thawed has been warm since its capture, and one that is launched is in no hurry
+        after_import(RENDERER, warmup.watch)
+    front = FrontEnd(closed=restored, opened=warmup.ready)
     original = AsyncLLM.__init__
 
     @functools.wraps(original)
@@ -112,6 +118,12 @@ def _hook_front_end(path: str) -> Mapping[str, Operation]:
 
     AsyncLLM.__init__ = initialise
     return front.operations()
+
+
+def _log(sentence: str) -> None:
+    # One write for a whole line: the processes of an engine share their log.
+    sys.stderr.write(f"[coldsnap] front end {os.getpid()}: {sentence}\n")
+    sys.stderr.flush()
 
 
 def _hook_worker() -> Mapping[str, Operation]:
