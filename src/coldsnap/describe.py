@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from coldsnap import artifact
 from coldsnap.artifact.compatibility import TargetCriu, TargetEngine, TargetUnit
+from coldsnap.artifact.overlay import OverlayTarget, TargetAccelerator, TargetHost
 from coldsnap.engines.base import Engine
 from coldsnap.engines.environment import EngineEnvironment
 from coldsnap.engines.model import ModelIdentity
@@ -26,6 +29,7 @@ __all__ = [
     "described_engine",
     "described_model",
     "devices_of",
+    "overlay_target",
     "short_name",
     "site_packages_digest",
     "target_engine",
@@ -81,6 +85,30 @@ def compatibility_unit(unit: str, host: HostFacts, ordinals: Sequence[int], driv
         cuda_userspace=host.cuda_userspace if host.gpus else None,
         devices=devices_of(host, ordinals),
     )
+
+
+def overlay_target(
+    unit: str, host: HostFacts, ordinals: Sequence[int], driver: Literal["n580", "n610"], *, machine: str
+) -> OverlayTarget:
+    """Describe a host as exactly where an overlay fits.
+
+    Args:
+        unit: Name of the unit.
+        host: Its facts.
+        ordinals: The placed GPUs; empty: all.
+        driver: The snapshot driver.
+        machine: What identifies the machine to whoever manages it, such as the content of ``/etc/machine-id``.
+    """
+    kinds = Counter(
+        (device.gpu_name, device.compute_capability, device.capacity_class_bytes)
+        for device in devices_of(host, ordinals)
+    )
+    accelerators = sorted(
+        TargetAccelerator(gpu_name=name, compute_capability=capability, capacity_class_bytes=size, count=count)
+        for (name, capability, size), count in kinds.items()
+    )
+    there = TargetHost(unit=unit, host=machine, nvidia_driver=host.nvidia_driver, accelerators=tuple(accelerators))
+    return OverlayTarget(snapshot_driver=driver, units=(there,))
 
 
 def site_packages_digest(environment: EngineEnvironment) -> str:

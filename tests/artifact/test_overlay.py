@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import attrs
@@ -14,7 +15,11 @@ from coldsnap.artifact import Artifact, ArtifactWriter
 from coldsnap.artifact.collect import collect
 from coldsnap.artifact.overlay import Overlay, Overlays, OverlayTarget, TargetAccelerator, TargetHost
 from coldsnap.artifact.store import Store
+from coldsnap.describe import overlay_target
 from coldsnap.errors import ArtifactError, FormatError, IntegrityError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
+import fleet  # noqa: E402  the machines of the plans
 
 H200 = TargetAccelerator(gpu_name="NVIDIA H200", compute_capability="9.0", capacity_class_bytes=139 << 30, count=1)
 TARGET = OverlayTarget(
@@ -205,3 +210,19 @@ def test_an_artifact_without_packs_can_have_an_overlay(tmp_path: Path, overlays:
 
     assert overlays.add(portable, TARGET, capture)
     assert overlays.select(portable, TARGET).overlay
+
+
+def test_a_target_is_described_by_the_facts_of_its_host_and_the_gpus_placed(
+    portable: Artifact, overlays: Overlays
+) -> None:
+    host = fleet.gpu_host("580.95.05", count=2)
+
+    both, one = (overlay_target("rank0", host, ordinals, "n580", machine="8d5a") for ordinals in ((), (1,)))
+
+    assert [2] == [kind.count for kind in both.units[0].accelerators]
+    assert [1] == [kind.count for kind in one.units[0].accelerators]
+    assert "580.95.05" == both.units[0].nvidia_driver
+    assert () == overlay_target("rank0", fleet.cpu_host(), (), "n610", machine="8d5a").units[0].accelerators
+    overlays.add(portable, one, recapture(portable))
+    assert overlays.select(portable, one).overlay
+    assert not overlays.select(portable, both).overlay
