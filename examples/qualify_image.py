@@ -9,10 +9,11 @@ answer the recorded question with the same tokens. Only files of this run are dr
 What leaving out zero pages can gain is their share, which the table has: an image of which a fiftieth is zeros restores
 a fiftieth faster without them. ``--engine reference --zero-bytes N`` makes one with as many as wanted.
 
-``--json`` writes: ``machine``, ``engine``, ``captures`` (``way``, ``raw_bytes``, ``zero_bytes``, ``stored_bytes``,
-``seconds``), ``restores`` (``way``, ``pages``, ``workers``, ``cache``, and lists, one item a restore: ``image_s``: from
-the first byte until CRIU is done, ``answer_s``: to the first correct token), ``table``, ``profile`` and ``chosen``:
-what ``io.image_compression = "auto"`` would come to by these figures.
+``--json`` writes: ``machine``, ``load`` (before and after), ``engine``, ``captures`` (``way``, ``raw_bytes``,
+``zero_bytes``, ``stored_bytes``, ``seconds``, ``without_packs``: bytes of the artifact, ``composition``:
+``composing.py``), ``restores`` (``way``, ``pages``, ``workers``, ``cache``, and lists, one item a restore: ``image_s``:
+from the first byte until CRIU is done, ``answer_s``: to the first correct token), ``table``, ``profile`` and
+``chosen``: what ``io.image_compression = "auto"`` would come to by these figures.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from typing import Any, Literal, NamedTuple
 from attrs import asdict, evolve
 
 import coldsnap as cs
-import quickstart  # type: ignore[import-not-found]  # beside this script
+import composing  # type: ignore[import-not-found]  # beside this script
+import quickstart  # type: ignore[import-not-found]
 from coldsnap.drivers.image_profile import Measured, choose
 from coldsnap.plan import Plan
 from coldsnap.testing.reference import ReferenceEngine
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except cs.ColdSnapError as error:
         print(f"\nthe qualification failed: {error}", file=sys.stderr)
         return 1
+    load = " to ".join(f"{each:.1f}" for each in result["load"])
+    print(f"\n{result['machine']}, load {load}")
     print("\n".join(["", *result["table"], "", f"chosen by these figures: {result['chosen']}"]))
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
@@ -95,6 +99,7 @@ def probed(work: Path, options: argparse.Namespace) -> cs.Facts:
 
 def measure(engine: Any, work: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Capture every way, restore every way; return the figures."""
+    load = [os.getloadavg()[0]]
     captures = capture_all(engine, work, options)
     ways = [Way("raw", "stored", 1), Way("zero-free", "stored", 1)]
     ways += [Way("lz4", pages, workers) for pages in ("rebuilt", "stream") for workers in options.workers]
@@ -112,6 +117,7 @@ def measure(engine: Any, work: Path, options: argparse.Namespace) -> dict[str, A
     profile = profile_of(captures, rows)
     return {
         "machine": quickstart.machine(),
+        "load": [*load, os.getloadavg()[0]],
         "engine": engine.kind,
         "captures": captures,
         "restores": rows,
@@ -138,8 +144,10 @@ def capture_all(engine: Any, work: Path, options: argparse.Namespace) -> list[di
             report = cs.execute(plan)
             details = next(receipt for receipt in report.receipts if receipt.step == "shrink").details
             sizes = {key: int(details[key]) for key in ("raw_bytes", "zero_bytes", "stored_bytes")}
-            found.append({"way": name, **sizes, "seconds": details["shrink_s"]})
-            print(f"captured {found[-1]}", flush=True)
+            artifact = composing.composition(cs.Artifact.open(work / name))
+            sizes["without_packs"] = artifact["without_packs"]
+            found.append({"way": name, **sizes, "seconds": details["shrink_s"], "composition": artifact})
+            print("\n".join([f"captured {name}", *composing.lines(artifact)]), flush=True)
             running = report.serving
     return found
 

@@ -108,13 +108,13 @@ class Qualification:
         self.part("restore, hot", lambda: self.restores("restore, hot", self.options.restores))
         if self.options.recovery:
             self.part(RECOVERY, lambda: recovered(self))
-        self.living()
         if self.options.clones:
             self.part(f"restore, {self.options.clones} at once", self.clones)
         self.part("cold start, caches warm", lambda: self.warm_start(baseline, baseline_spec or self.spec))
         if by_hand:
             self.part(BY_HAND, lambda: self.by_hand(by_hand))
         self.part("restore, cold", lambda: self.restores("restore, cold", self.options.cold_restores, cold=True))
+        self.living()
         self.conclude()
         return self.result
 
@@ -186,7 +186,8 @@ class Qualification:
                     self.result["restored"] = receipts_of(report)
                 self.compare(self.asked(engine))
                 self.compare_digests(engine, f"{name} {number + 1}")
-                self.requests(engine, f"{name} {number + 1}")
+                if not cold:  # by its first answers an engine is as warm as any
+                    self.requests(engine, f"{name} {number + 1}")
             self.save()
 
     def living(self) -> None:
