@@ -76,6 +76,12 @@ def compiled(source, target, *flags):
     return target
 
 
+@pytest.mark.parametrize("sha256", [None, "0" * 64])
+def test_a_directory_in_the_place_of_a_library_is_refused(tmp_path, sha256):
+    with pytest.raises(NativeError, match="is not a regular file"):
+        NativeLibrary.load(tmp_path, sha256=sha256)
+
+
 def test_a_library_of_another_interface_is_refused(tmp_path):
     names = [f"coldsnap_io_{name}" for name in interface.SIGNATURES if name != "abi_version"]
     functions = "".join(f"void {name}(void) {{}}\n" for name in names)

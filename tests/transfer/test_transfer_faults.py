@@ -315,6 +315,17 @@ def test_a_truncated_file_is_refused_before_anything_moves(backend, library, hos
         )
 
 
+@pytest.mark.parametrize("backend", ["python", "auto"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(backend, library, host, tmp_path):
+    region = host.allocate(SIZE, tag="t")
+    os.mkfifo(tmp_path / "fifo")
+    extents = [FileExtent(file_offset=0, address=region.address, length=SIZE)]
+
+    for place in (tmp_path, tmp_path / "fifo", "/dev/zero"):
+        with pytest.raises(NativeError, match="is not a regular file"):
+            hydrate(place, extents, memory=host, library=library, backend=backend)
+
+
 def test_gds_never_verifies_and_never_pretends(library, cufile, device, host, pack):
     layout = Layout(SIZE, ((3, SIZE - 3),), (0,), "none")
     region = device.allocate(layout.destination_bytes(), tag="t")

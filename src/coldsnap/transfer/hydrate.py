@@ -31,7 +31,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[int]:
     """
     real = os.path.realpath(path)
     try:
-        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Without O_NONBLOCK the open of a fifo would wait for somebody who writes into it.
+        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise NativeError(f"{os.fspath(path)} cannot be opened: {error.strerror}", status=error.errno or 0) from error
     try:

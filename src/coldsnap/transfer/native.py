@@ -13,6 +13,7 @@ import hashlib
 import importlib.resources
 import itertools
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -92,12 +93,15 @@ def _packaged() -> Iterator[Path]:
 def _hashed(path: Path, expected: str | None) -> int:
     """Open the library and compare its digest; the descriptor is what gets loaded."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise NativeError(
             f"the native I/O library {path} cannot be opened: {error.strerror}; reinstall coldsnap, "
             "or set io.hydration_backend and io.capture_backend to python"
         ) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NativeError(f"the native I/O library {path} is not a regular file; correct io.native_library")
     if expected is not None:
         with open(fd, "rb", buffering=0, closefd=False) as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
