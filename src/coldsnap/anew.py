@@ -20,11 +20,13 @@ from coldsnap.artifact.store import Store
 from coldsnap.artifact.tree import Trees
 from coldsnap.describe import described_model
 from coldsnap.engines.base import StartsFromPacks
+from coldsnap.engines.environment import own_code_digest
+from coldsnap.engines.environment_probe import code_digest
 from coldsnap.engines.settings import inherited_environment
 from coldsnap.errors import EngineError
 from coldsnap.hydrating import checkpoint_figures, payloads_of, reading_of
 from coldsnap.keeper import layout
-from coldsnap.keeper.activation import MODEL, place
+from coldsnap.keeper.activation import ACTIVATION, MODEL, activation_files, place
 from coldsnap.keeper.control import request_control
 from coldsnap.keeper.directive import (
     Checkpoint,
@@ -39,9 +41,17 @@ from coldsnap.receipts import Receipt
 from coldsnap.recovering import loading_of
 from coldsnap.releasing import WEIGHTS, recorded, require_seen
 from coldsnap.session import Released, Session
-from coldsnap.steps import OrderExport, OrderHydration, ReportLoad, StageStartFiles
+from coldsnap.steps import OrderExport, OrderHydration, ReportLoad, StageRuntime, StageStartFiles
 
-__all__ = ["START_FILES", "model_directory", "order_export", "order_hydration", "report_load", "stage_start_files"]
+__all__ = [
+    "START_FILES",
+    "model_directory",
+    "order_export",
+    "order_hydration",
+    "report_load",
+    "stage_runtime",
+    "stage_start_files",
+]
 
 START_FILES = f"{WEIGHTS}/start-files.tar"
 """Where an artifact has the archive of what its engine starts with."""
@@ -64,6 +74,22 @@ def stage_start_files(session: Session, step: StageStartFiles) -> Receipt:
         tree = trees.bring(session.artifact.path / archive.path, sha256=archive.sha256)
         place(session.living.rank_dir, MODEL, trees, tree.sha256)
     session.start_files = tree
+    return Receipt(step=step.id, effective=str(tree.path), reason=tree.sha256[:19], bytes=tree.bytes)
+
+
+def stage_runtime(session: Session, step: StageRuntime) -> Receipt:
+    """Let the engine find the coldsnap that restores, verified and read-only, where its environment has another one."""
+    environment = session.need(session.environment, "an environment")
+    if code_digest(environment.packages.get("coldsnap", "")) == own_code_digest():
+        return Receipt(
+            step=step.id,
+            effective="the coldsnap of the engine's environment",
+            reason="it is the one that restores",
+        )
+    trees = Trees(step.store)
+    tree = trees.add(activation_files())
+    require_seen(session, [tree.path], what="the activation runtime cannot be read")
+    place(session.living.rank_dir, ACTIVATION, trees, tree.sha256)
     return Receipt(step=step.id, effective=str(tree.path), reason=tree.sha256[:19], bytes=tree.bytes)
 
 

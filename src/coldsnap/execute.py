@@ -81,6 +81,7 @@ from coldsnap.steps import (
     ShrinkPages,
     SleepEngine,
     StageCapsule,
+    StageRuntime,
     StageStartFiles,
     StartEngine,
     StartKeeper,
@@ -236,6 +237,8 @@ def _act(session: Session, step: Step) -> Receipt:
             return starting.start_engine(session, step)
         case VerifyCheckpoint():
             return starting.verify_checkpoint(session, step)
+        case StageRuntime():
+            return anew.stage_runtime(session, step)
         case StageStartFiles():
             return anew.stage_start_files(session, step)
         case OrderExport():

@@ -22,6 +22,7 @@ from coldsnap.errors import AdmissionError
 from coldsnap.host.doctor import problems
 from coldsnap.host.probe import probe
 from coldsnap.keeper import layout
+from coldsnap.keeper.activation import activation_environment
 from coldsnap.keeper.client import Keeper
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
 from coldsnap.keeper.handle import Engine as Handle
@@ -103,9 +104,11 @@ def launch(session: Session, step: LaunchEngine) -> Receipt:
     record = EngineRecord(spec=step.spec, environment=session.need(session.environment, "an environment"))
     further = engine.installed_arguments(step.argv, record.environment, environ=environ)
     argv = (*step.argv, *further)
+    tree_dir = layout.IN_PROCESS_DIR if step.namespace == "private" else os.path.join(run_dir, layout.RANK)
+    if isinstance(step, LaunchTemplate) and step.stop == "pre_exec":
+        environ = activation_environment(environ, tree_dir)  # nothing is there yet: a restore may place another one
     if session.start_files is not None:
         session.load_format = last_value(argv, "--load-format", default="auto")
-        tree_dir = layout.IN_PROCESS_DIR if step.namespace == "private" else os.path.join(run_dir, layout.RANK)
         argv = cast("StartsFromPacks", engine).with_start_files(argv, model_directory(tree_dir))
     labels = {
         "engine": step.kind,

@@ -22,6 +22,7 @@ from coldsnap.engines.environment_probe import code_digest
 from coldsnap.engines.settings import inherited_environment, transport_environment
 from coldsnap.errors import CompatibilityError, IntegrityError
 from coldsnap.keeper import layout
+from coldsnap.keeper.activation import finds_activation
 from coldsnap.keeper.allowed import RUNTIME_NAMES, is_transport
 from coldsnap.keeper.directive import Endpoint, Start, read_directive, write_directive
 from coldsnap.keeper.template import MODULE, TRANSPORT, TRANSPORT_KIND
@@ -137,7 +138,9 @@ def _hand_over(rank_dir: Path, unit: str, incarnation: str, names: dict[str, str
 
 
 def require_same_files(opened: Artifact, environment: EngineEnvironment) -> None:
-    """Refuse a template whose interpreter, engine or coldsnap is not what it was: it would run what is there now.
+    """Refuse a template whose interpreter or engine is not what it was: it would run what is there now.
+
+    Another coldsnap is no reason where the engine finds an activation runtime first.
 
     Raises:
         CompatibilityError: With everything that changed.
@@ -145,7 +148,8 @@ def require_same_files(opened: Artifact, environment: EngineEnvironment) -> None
     (capsule,) = opened.descriptor.capsule.units
     recorded = read_template_files(opened.path / capsule.path)
     differs = changed(recorded.files)
-    if code_digest(environment.packages.get("coldsnap", "")) != own_code_digest():
+    replaced = recorded.stop == "pre_exec" and finds_activation(opened.descriptor.engine.environment)
+    if not replaced and code_digest(environment.packages.get("coldsnap", "")) != own_code_digest():
         differs.append("the coldsnap in the engine's environment is not the one that restores; install the same one")
     if differs:
         raise CompatibilityError(f"the engine of {opened.path} would not be what was captured", differs)

@@ -18,6 +18,7 @@ __all__ = [
     "OrderHydration",
     "ProveTemplate",
     "ReportLoad",
+    "StageRuntime",
     "StageStartFiles",
     "StartEngine",
     "TemplatingStep",
@@ -95,6 +96,18 @@ class VerifyCheckpoint(BaseStep):
 
 
 @frozen(kw_only=True)
+class StageRuntime(BaseStep):
+    """Where the engine's environment has another coldsnap than the one that restores, stage and place this one.
+
+    Attributes:
+        store: The root of the store, which has the trees.
+    """
+
+    phase: ClassVar[Phase] = "STAGE"
+    store: str
+
+
+@frozen(kw_only=True)
 class StageStartFiles(BaseStep):
     """Stage what an engine starts with besides tensors, read-only: of its model at a capture, else of the artifact.
 
@@ -146,6 +159,7 @@ TemplatingStep = (
     | DumpTemplate
     | StartEngine
     | VerifyCheckpoint
+    | StageRuntime
     | StageStartFiles
     | OrderExport
     | OrderHydration

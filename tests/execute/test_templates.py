@@ -119,6 +119,7 @@ def test_names_of_the_network_and_the_placement_are_those_of_the_destination(lab
         assert "MY_OWN" not in found
         assert found["COLDSNAP_RESTORE_TRANSPORT_ENVIRONMENT_PATH"].endswith("/transport.json")
     assert report.receipt("start").reason == "3 names of the network are those of here"
+    assert report.receipt("stage-runtime").reason == "it is the one that restores"
 
 
 def test_nobody_but_the_acceptance_request_gets_through_before_the_answer_was_compared(lab, artifact):

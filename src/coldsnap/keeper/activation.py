@@ -20,7 +20,7 @@ import coldsnap
 from coldsnap.artifact.tree import Tree, Trees
 from coldsnap.errors import AdmissionError
 
-__all__ = ["ACTIVATION", "MODEL", "activation_environment", "activation_files", "place"]
+__all__ = ["ACTIVATION", "MODEL", "activation_environment", "activation_files", "finds_activation", "place"]
 
 ACTIVATION = "activation"
 MODEL = "model"
@@ -87,3 +87,8 @@ def activation_environment(environ: Mapping[str, str], tree_dir: str) -> dict[st
     others = [one for one in environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != path]
     # Whoever is root may write where nobody may: an interpreter would leave compiled code in the tree.
     return {**environ, "PYTHONPATH": os.pathsep.join([path, *others]), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def finds_activation(environ: Mapping[str, str]) -> bool:
+    """Tell whether an engine with this environment would find an activation runtime that is placed."""
+    return any(os.path.basename(one) == ACTIVATION for one in environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, cast
 
+from attrs import evolve
+
 from coldsnap.admission import host_problems, namespace_problems, require
 from coldsnap.artifact import Artifact, Comparison, Target
 from coldsnap.behaviour import Context
@@ -12,6 +14,7 @@ from coldsnap.drivers import sequence
 from coldsnap.drivers.image_profile import stored_as
 from coldsnap.errors import CompatibilityError
 from coldsnap.host.facts import Facts, HostFacts
+from coldsnap.keeper.activation import finds_activation
 from coldsnap.operation import Placement, Restore, UnitPlacement
 from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.caches import plant_steps
@@ -39,6 +42,7 @@ from coldsnap.steps import (
     PrefetchWeights,
     Reconnect,
     ReportLoad,
+    StageRuntime,
     StartKeeper,
     Step,
     VerifyFiles,
@@ -129,7 +133,7 @@ def plan_restore(policy: Policy, operation: Restore, facts: Facts) -> Plan:
             compression=descriptor.capsule.units[0].pages.compression,
         ),
         *(
-            _started(operation, weights, store, unit, thawed="unlock-cuda" if thawed_on else "thaw")
+            _started(operation, weights, store, unit, facts, thawed="unlock-cuda" if thawed_on else "thaw")
             if driver == "n580"
             else _woken(weights, operation, store, thawed="unlock-cuda" if devices else "thaw")
         ),
@@ -200,7 +204,7 @@ def _compared(resolved: ResolvedPolicy, operation: Restore, unit: UnitPlacement,
 
 
 def _started(
-    operation: Restore, weights: PlacedWeights, store: str, unit: UnitPlacement, *, thawed: str
+    operation: Restore, weights: PlacedWeights, store: str, unit: UnitPlacement, facts: Facts, *, thawed: str
 ) -> tuple[Step, ...]:
     """Return the steps from a thawed template to an engine that has given the captured answer."""
     artifact = cast("Artifact", operation.artifact)
@@ -209,6 +213,10 @@ def _started(
     )
     name = artifact.descriptor.capsule.units[0].unit
     checked: tuple[str, ...] = ("verify",)
+    runtime: tuple[StageRuntime, ...] = ()
+    if stop == "pre_exec" and finds_activation(artifact.descriptor.engine.environment):
+        trees = store_beside(operation, facts, str(artifact.path))
+        runtime = (StageRuntime(id="stage-runtime", after=("keeper",), store=trees),)
     if weights.ordered:
         # Nothing compares preverified bytes on their way: their evidence must have been looked at.
         first = ("verify", "verify-packs") if weights.resolved["io.verify_mode"] == "preverified" else ()
@@ -224,7 +232,8 @@ def _started(
         checked += tuple(step.id for step in fed)
     return (
         *fed,
-        start,
+        *runtime,
+        evolve(start, after=(*start.after, *(step.id for step in runtime))),
         AwaitReady(id="ready", after=("start",), timeout_s=operation.ready_timeout_s),
         *told,
         Reconnect(id="reconnect", after=("ready",), timeout_s=RECONNECT_TIMEOUT_S),
