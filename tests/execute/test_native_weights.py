@@ -118,6 +118,22 @@ def refused(lab, artifact, *, policy=None, plan=None, match=None):
 # -- out and back -----------------------------------------------------------------------------------------------------
 
 
+def test_artifact_and_store_may_lie_where_nothing_can_be_written(home, kept, packed, tmp_path):
+    shutil.copytree(packed.path, tmp_path / "artifact")
+    shutil.copytree(kept.store, tmp_path / "store")
+    for options in (["--bind", tmp_path, tmp_path], ["-o", "remount,ro,bind", tmp_path]):
+        subprocess.run(["mount", *options], check=True)
+    try:
+        artifact = cs.Artifact.open(tmp_path / "artifact")
+        report = home.run(cs.Restore(artifact, placement=home.placement(), store=tmp_path / "store"))
+        assert ask(report.engine) == kept.answer
+        report.engine.stop(grace_s=0)
+        verified = home.run(cs.Verify(artifact, verify="full", store=tmp_path / "store"))
+        assert verified.receipt("verify").details["packs"] == 1
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 def test_a_restored_engine_answers_as_before_from_a_pack_that_is_not_in_its_image(lab, kept, packed):
     weights = packed.descriptor.weights
     assert (weights.kind, len(weights.workers)) == ("packs", 1)
