@@ -149,10 +149,10 @@ def _require_short(run_dir: str, namespace: str) -> None:
 def ready(session: Session, step: AwaitReady) -> Receipt:
     """Wait for port and health, then for the control socket of every rank."""
     endpoint, environment = session.endpoint, session.need(session.environment, "an environment")
-    closed = session.plan.operation == "restore" and session.plan.driver == "n610"  # others start, and open, anew
+    closed = session.plan.operation == "restore"
     path, log = session.spec.ready_path(environment, closed=closed), session.living.log_path
     if path is None:
-        seconds = session.ranks.await_ready(timeout_s=step.timeout_s, log=log)
+        seconds = session.ranks.await_ready(timeout_s=step.timeout_s, closed=closed, log=log)
     else:
         with told(session.living.rank_dir):
             seconds = await_ready(endpoint, timeout_s=step.timeout_s, health_path=path, ended=session.ended, log=log)

@@ -16,6 +16,7 @@ from coldsnap.accelerating import prepare
 from coldsnap.artifact import Artifact, canonical
 from coldsnap.describe import described_model
 from coldsnap.drivers import n580
+from coldsnap.engines.base import StartsFromPacks
 from coldsnap.engines.code import TEMPLATE, TemplateFiles, changed, known, read_template_files
 from coldsnap.engines.environment import EngineEnvironment, own_code_digest
 from coldsnap.engines.environment_probe import code_digest
@@ -96,7 +97,8 @@ def start_engine(session: Session, step: StartEngine) -> Receipt:
     if provider == "either":
         provider = "recovery" if session.checkpoint else "native"
     ordered = provider != "checkpoint" or directive.checkpoint is not None
-    start = Start(unit=step.unit, phase=step.stop, load_format="coldsnap" if ordered else None)
+    named = session.spec.start_load_format if isinstance(session.spec, StartsFromPacks) else None
+    start = Start(unit=step.unit, phase=step.stop, load_format=named if ordered else None)
     endpoint = Endpoint(host=step.address, port=step.port)
     names: dict[str, str] = {}
     if directive.operation == "restore":

@@ -261,10 +261,24 @@ def test_an_engine_is_ready_when_its_front_end_says_so(rank_dir, start):
     assert answers == []
 
 
+def test_an_engine_behind_its_closed_door_is_ready_for_whoever_expects_it_closed(rank_dir, start):
+    answers = [Busy("the engine is still starting"), {"ready": False, "open": False}]
+
+    def status(_):
+        answer = answers.pop(0)
+        if isinstance(answer, Busy):
+            raise answer
+        return answer
+
+    start("api", {"status": status})
+    assert Ranks(rank_dir).await_ready(timeout_s=20, closed=True) > 0
+    assert answers == []
+
+
 def test_an_engine_that_is_never_ready_is_an_error_with_its_state_and_its_log(rank_dir, start):
     log = rank_dir / "engine.log"
     log.write_text("ValueError: no such model\n")
-    start(operations={"status": lambda _: {"ready": False}})
+    start(operations={"status": lambda _: {"ready": False, "open": False}})
     with pytest.raises(EngineError, match=r"within 0.05 s \(its front end says that it is starting\)") as error:
         Ranks(rank_dir).await_ready(timeout_s=0.05, log=log)
     assert "no such model" in str(error.value)

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 import types
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -16,6 +17,7 @@ from coldsnap.engines.rank import Busy
 from coldsnap.engines.sglang.frontend import FrontEnd
 from coldsnap.engines.sglang.hooking import Hook, Hooking
 from coldsnap.engines.sglang.meeting import Meeting
+from coldsnap.engines.sglang.warmup import Warmup
 from coldsnap.errors import ContractError
 
 target = types.ModuleType("outline_of_targets")
@@ -216,7 +218,7 @@ class Tokenizer:
 
 
 @pytest.fixture
-def door(monkeypatch):
+def door(monkeypatch, request):
     messages = types.ModuleType("sglang.srt.managers.io_struct")
     messages.PauseGenerationReqInput = lambda mode: mode
     messages.ContinueGenerationReqInput = lambda: None
@@ -226,10 +228,10 @@ def door(monkeypatch):
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    front, tokenizer = FrontEnd(), Tokenizer(loop)
+    front, tokenizer = FrontEnd(closed=getattr(request, "param", False)), Tokenizer(loop)
     front.made(lambda made: None, tokenizer)
 
-    def request(rid):
+    def ask(rid):
         answers = front.generate_request(Tokenizer.generate_request, tokenizer, types.SimpleNamespace(rid=rid))
 
         async def all_of():
@@ -237,7 +239,7 @@ def door(monkeypatch):
 
         return asyncio.run_coroutine_threadsafe(all_of(), loop)
 
-    yield types.SimpleNamespace(front=front, tokenizer=tokenizer, request=request, loop=loop, ops=front.operations())
+    yield types.SimpleNamespace(front=front, tokenizer=tokenizer, request=ask, loop=loop, ops=front.operations())
     loop.call_soon_threadsafe(loop.stop)
     thread.join(20)
     loop.close()
@@ -299,3 +301,64 @@ def test_an_engine_that_has_no_event_loop_yet_is_still_starting():
     front = FrontEnd()
     with pytest.raises(Busy, match="still starting"):
         front.operations()["status"]({})
+
+
+# A server that a restore starts
+
+
+@pytest.mark.parametrize("door", [True], indirect=True)
+def test_the_door_of_a_started_server_is_closed_for_all_but_the_acceptance(door):
+    waiting = door.request("somebody")
+    until(lambda: door.front._held == 1)
+    door.loop.call_soon_threadsafe(door.tokenizer.go.set)
+    door.ops["admit"]({"key": "accept-0123456789"})
+    assert door.request("accept-0123456789").result(20) == [1, 2]
+    assert not waiting.done()
+
+    door.ops["resume"]({})
+
+    assert waiting.result(20) == [1, 2]
+    assert door.tokenizer.server_status is Status.Up
+
+
+@pytest.fixture
+def server():
+    """An HTTP server that notes what it is asked for, and answers the second time only."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(self.path)
+            self.send_response(200 if len(asked) > 1 else 503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    httpd = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield types.SimpleNamespace(host="0.0.0.0", port=httpd.server_address[1], asked=asked)
+    httpd.shutdown()
+    thread.join(20)
+    httpd.server_close()
+
+
+@pytest.mark.parametrize("door", [True], indirect=True)
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_started_server_makes_its_loop_instead_of_a_warmup_and_says_that_it_is_starting(door, server, skips):
+    def generates(server_args):
+        raise AssertionError("the door is closed: a request through it would never end")
+
+    def wait_and_warmup(server_args, launch_callback=None, execute_warmup_func=generates):
+        if skips or execute_warmup_func(server_args):
+            door.tokenizer.server_status = Status.Up if skips else Status.Starting
+            launch_callback()
+
+    called = []
+    Warmup(door.front).warm(wait_and_warmup, server_args=server, launch_callback=lambda: called.append(True))
+
+    assert called == [True]
+    assert server.asked == ["/flush_cache", "/flush_cache"]
+    assert door.tokenizer.server_status is Status.Starting

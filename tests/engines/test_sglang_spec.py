@@ -3,20 +3,26 @@
 import json
 import pickle
 import shlex
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
 from coldsnap.artifact import record
 from coldsnap.engines.acceptance import Answer, Question
-from coldsnap.engines.base import Engine
+from coldsnap.engines.base import Engine, StartsFromPacks
 from coldsnap.engines.environment import EngineEnvironment
 from coldsnap.engines.sglang import SGLang
 from coldsnap.engines.sglang.arguments import ARGUMENTS, ENVIRONMENT
 from coldsnap.engines.specs import spec_from_text, spec_to_text
+from coldsnap.engines.start_files import start_files
 from coldsnap.errors import AdmissionError, EngineError, UnsupportedError
 from coldsnap.keeper.directive import Endpoint
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from make_tiny_model import make_tiny_model  # noqa: E402
 
 ENDPOINT = Endpoint(host="127.0.0.1", port=8000)
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -64,6 +70,26 @@ def test_on_a_processor_the_device_is_named_and_the_users_is_kept():
 def test_a_model_of_the_hub_is_launched_at_its_revision():
     engine = SGLang("Qwen/Qwen3-0.6B", revision=REVISION)
     assert f"--model-path Qwen/Qwen3-0.6B --revision {REVISION}" in shlex.join(launch(engine).argv)
+
+
+def test_a_template_starts_with_start_files_under_the_name_that_its_model_had():
+    engine = SGLang("Qwen/Qwen3-0.6B", revision=REVISION, args=("--load-format", "safetensors"))
+    assert isinstance(engine, StartsFromPacks)
+    assert engine.exports
+    placed = shlex.join(engine.with_start_files(launch(engine).argv, "/dev/shm/coldsnap/model"))
+    assert "--model-path /dev/shm/coldsnap/model --host" in placed
+    assert placed.endswith("--load-format safetensors --served-model-name Qwen/Qwen3-0.6B")
+    assert "--revision" not in placed
+
+    named = spec(served_model_name="tiny")
+    assert shlex.join(named.with_start_files(launch(named).argv, "/m")).count("--served-model-name") == 1
+
+
+def test_its_start_files_are_those_of_the_model_and_its_checkpoint_is_the_directory(tmp_path):
+    make_tiny_model(tmp_path / "tiny")
+    engine = SGLang(tmp_path / "tiny")
+    assert engine.checkpoint({}) == str(tmp_path / "tiny")
+    assert engine.start_files({}) == start_files(tmp_path / "tiny")
 
 
 def test_where_weights_may_leave_the_memory_saver_is_asked_for_once():
@@ -177,7 +203,7 @@ def test_readiness_is_asked_where_the_release_tells_it_without_generating(tmp_pa
     (tmp_path / "srt" / "entrypoints" / "http_server.py").write_text(f"{route}\nasync def route(): ...\n")
 
     assert spec().ready_path(environment(tmp_path), closed=False) == expected
-    assert spec().ready_path(environment(tmp_path), closed=True) == "/model_info"
+    assert spec().ready_path(environment(tmp_path), closed=True) is None
 
 
 def test_eager_disables_graphs_and_a_seed_of_the_user_is_seen():

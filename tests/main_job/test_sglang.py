@@ -1,4 +1,4 @@
-"""Real SGLang, captured and restored: weights in the image and outside it, one rank and two, the same tokens.
+"""Real SGLang, captured and restored: weights in the image, out of packs and out of the checkpoint, one rank and two.
 
 The one rule: every comparison is of token ids and of SGLang's own checksums of its weights, each with what the same
 server said before its capture.
@@ -78,18 +78,19 @@ def said(engine):
     return [json.loads(body)["output_ids"] for _, body in answers], told["per_engine_checksum"]
 
 
-def restored(run, artifact, port, expected, *, times):
-    """Restore several times, one after the other, and hold each against what was said before."""
+def restored(run, artifact, port, expected, *, times=1, **policy):
+    """Restore several times, one after the other, and hold each against what was said before; return the last."""
     for _ in range(times):
-        report = run(cs.Restore(artifact, placement=cs.local(port=port)))
+        report = run(cs.Restore(artifact, placement=cs.local(port=port)), **policy)
         with report.serving as engine:
             assert get(engine, "/ready") == 200
             assert said(engine) == expected
             assert 0 < report.answer_s <= report.timeline.seconds
+    return report
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_server_comes_back_with_its_weights_in_the_image_and_out_of_packs(
+def test_a_server_comes_back_with_its_weights_in_the_image_out_of_packs_and_out_of_the_checkpoint(
     ranks, model, sglang_python, tmp_path, free_ports, run
 ):
     first, second = free_ports(2)
@@ -117,11 +118,72 @@ def test_a_server_comes_back_with_its_weights_in_the_image_and_out_of_packs(
 
     restored(run, within, first, expected, times=2)
     restored(run, outside, second, expected, times=2)
+    recovered_from_the_checkpoint(run, outside, second, expected)
+    another_checkpoint_is_refused_by_name(run, outside, second, model)
     report = run(cs.Restore(outside, placement=cs.local(port=first)))
     print(f"cold start {cold_s:.2f} s, restore to the first token {report.answer_s:.2f} s")
     with report.serving as engine:
         assert said(engine) == expected
         a_dead_scheduler_ends_everything_with_its_name(engine, tmp_path, run)
+
+
+def recovered_from_the_checkpoint(run, artifact, port, expected):
+    """Restore in each of the three ways that lead to the checkpoint; the pack is looked at in none of them."""
+    copied = sum(copies_of(artifact))
+    asked = restored(run, artifact, port, expected, **{"weights.mode": "recovery"})
+    assert asked.receipt("admit-packs").reason.startswith("no pack was looked at; 2 files of the checkpoint")
+    with away(artifact.path.parent / "store") as packs:
+        assert packs
+        reports = [restored(run, artifact, port, expected, **{"weights.mode": way}) for way in WAYS]
+    for report in reports:
+        assert report.receipt("admit-packs").effective == "recovery"
+        assert "is not in the store" in report.receipt("admit-packs").reason
+    for report in (asked, *reports):
+        details = report.receipt("hydrate").details
+        assert (details["checkpoint_bytes"], details["pack_bytes"]) == (copied, 0)
+
+
+WAYS = ("auto", "cache-only-auto")
+
+
+def copies_of(artifact):
+    """Return, of each worker, the bytes that its load copied."""
+    for worker in artifact.descriptor.weights.workers:
+        manifest = json.loads((artifact.path / worker.native_manifest.path).read_text())
+        yield sum(extent["size_bytes"] for extent in manifest["model_extents"])
+
+
+@contextlib.contextmanager
+def away(store):
+    """Hide every pack of a store."""
+    packs = sorted(store.rglob("*.pack"))
+    for pack in packs:
+        pack.rename(pack.with_suffix(".away"))
+    try:
+        yield packs
+    finally:
+        for pack in packs:
+            pack.with_suffix(".away").rename(pack)
+
+
+def another_checkpoint_is_refused_by_name(run, artifact, port, model):
+    """Spoil the checkpoint in three ways, one after the other; each is an IntegrityError that names what it found."""
+    path = min(model.glob("*.safetensors"))
+    data = path.read_bytes()
+    flipped = data[:-1] + bytes([data[-1] ^ 1])
+    ways = {
+        "is not the one that was loaded at capture": lambda: path.write_bytes(flipped),
+        "another model or revision": lambda: path.write_bytes(data + bytes(4096)),
+        "a file of the checkpoint is missing": path.unlink,
+    }
+    for told, spoil in ways.items():
+        spoil()
+        try:
+            with pytest.raises(cs.errors.ColdSnapError, match=told) as refused:
+                run(cs.Restore(artifact, placement=cs.local(port=port)), **{"weights.mode": "recovery"})
+        finally:
+            path.write_bytes(data)
+        assert "answer" not in [receipt.step for receipt in refused.value.report.receipts]
 
 
 def found_in(artifact, model):

@@ -204,6 +204,9 @@ class Engine(Protocol):
 class StartsFromPacks(Engine, Protocol):
     """An engine whose ranks export what a load leaves, and can be started anew from it (``docs/starting.md``)."""
 
+    start_load_format: ClassVar[Literal["coldsnap"] | None]
+    """What its command says to load with when the load is ordered; None: the directive alone says so."""
+
     @property
     def exports(self) -> bool:
         """Return whether this specification can: whether there is a checkpoint at all."""

@@ -80,13 +80,14 @@ class Ranks:
             raise EngineError(f"{message}; look for 'coldsnap' in its log")
         return ranks
 
-    def await_ready(self, *, timeout_s: float, log: Path | None = None) -> float:
+    def await_ready(self, *, timeout_s: float, closed: bool = False, log: Path | None = None) -> float:
         """Wait until the rank that owns the front end says that the engine serves.
 
         For engines without a path that says so without working for the answer.
 
         Args:
             timeout_s: How long to wait, s.
+            closed: Whether a front end that runs behind its closed door is ready for what is to come.
             log: The engine's log, whose last lines go into the error.
 
         Returns:
@@ -102,7 +103,8 @@ class Ranks:
                 raise EngineError(f"the engine ended while it was starting: {reason}", log_tail=log_tail(log))
             if any(rank.role == "api" for rank in self.present()):
                 try:
-                    if self.status(timeout_s=_STATUS_S).get("ready") is True:
+                    told = self.status(timeout_s=_STATUS_S)
+                    if told.get("ready") is True or (closed and told.get("open") is False):
                         return time.monotonic() - start
                     state = "its front end says that it is starting"
                 except (EngineError, StepTimeout) as error:

@@ -43,6 +43,13 @@ class Ordered:
         """Tell whether the directive asks for what a load leaves."""
         return (directive := self.directive) is not None and directive.export is not None
 
+    def awaits(self) -> bool:
+        """Tell whether a template was started whose load is ordered, and has not happened."""
+        directive = self.directive
+        if directive is None or directive.start is None or "task" in self._report:
+            return False
+        return directive.checkpoint is not None or directive.hydration is not None
+
     def operations(self) -> Mapping[str, Operation]:
         """Return what a rank answers about its ordered load."""
         return {"load_report": lambda _request: self._report}

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from attrs import field, frozen
 
@@ -62,6 +62,7 @@ class ReferenceEngine:
 
     kind: ClassVar[str] = "reference"
     names_workers: ClassVar[bool] = False
+    start_load_format: ClassVar[Literal["coldsnap"] | None] = "coldsnap"
     distribution: ClassVar[str] = "torch"
     world_size: ClassVar[int] = 1
     tensor_parallel_size: ClassVar[int] = 1

@@ -212,6 +212,13 @@ CONTRACT: tuple[Requirement, ...] = (
             ("resume_memory_occupation", "does so for the way back"),
         )
     ),
+    Requirement(
+        module="srt.entrypoints.http_server",
+        name="_wait_and_warmup",
+        parameters=("server_args", "launch_callback", "execute_warmup_func"),
+        stores=("server_status",),
+        why="warms a server up with a request, and says that it is up",
+    ),
     Requirement(module=_TOKENIZER, name="ServerStatus.Starting", why="makes /health and /ready say 503"),
     Requirement(module=_TOKENIZER, name="ServerStatus.Up", why="makes them say 200"),
     Requirement(module=_MESSAGES, name="PauseGenerationReqInput.mode", why="says how the schedulers stop"),

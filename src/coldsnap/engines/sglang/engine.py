@@ -6,9 +6,10 @@ its command line, its HTTP front end and the control sockets of its ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from attrs import evolve, frozen
 
@@ -21,6 +22,7 @@ from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.settings import check_user_environment
 from coldsnap.engines.sglang import arguments, contract
 from coldsnap.engines.sglang.asking import ask
+from coldsnap.engines.start_files import start_files
 from coldsnap.errors import UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
@@ -49,6 +51,7 @@ class SGLang(DescribedEngine):
 
     kind: ClassVar[str] = "sglang"
     names_workers: ClassVar[bool] = True
+    start_load_format: ClassVar[Literal["coldsnap"] | None] = None
     distribution: ClassVar[str] = "sglang"
     argument_limits: ClassVar[Limits] = arguments.ARGUMENTS
     environment_limits: ClassVar[Limits] = arguments.ENVIRONMENT
@@ -137,6 +140,33 @@ class SGLang(DescribedEngine):
         version = environment.versions.get(self.distribution, "")
         contract.report(environment.packages[self.distribution], version=version).require()
 
+    @property
+    def exports(self) -> bool:
+        """Return True: every model of SGLang has a checkpoint."""
+        return True
+
+    def start_files(self, environ: Mapping[str, str]) -> Mapping[str, bytes]:
+        """Read what SGLang needs to start besides tensors.
+
+        Raises:
+            AdmissionError: A file is missing or cannot be read.
+        """
+        return start_files(self.model_directory(environ))
+
+    def checkpoint(self, environ: Mapping[str, str]) -> str:
+        """Return the directory of the model."""
+        return os.path.abspath(self.model_directory(environ))
+
+    def with_start_files(self, argv: Sequence[str], directory: str) -> tuple[str, ...]:
+        """Return the command with another ``--model-path``, under the name that it had in the API."""
+        placed = list(argv)
+        placed[placed.index("--model-path") + 1] = directory
+        if self.revision is not None:
+            at = placed.index("--revision")
+            del placed[at : at + 2]
+        named = () if self.served_model_name is not None else ("--served-model-name", self.served_model)
+        return (*placed, *named)
+
     def launch_command(self, endpoint: Endpoint, *, environ: Mapping[str, str], gpu: bool = False) -> LaunchCommand:
         """Return what the keeper starts.
 
@@ -195,12 +225,12 @@ class SGLang(DescribedEngine):
         return contract.roles(environment.packages[self.distribution], workers=self.world_size)
 
     def ready_path(self, environment: EngineEnvironment, *, closed: bool) -> str | None:
-        """Return ``/ready`` where this release has it, else ``None``; ``/model_info`` of an engine that is closed.
+        """Return ``/ready`` where this release has it, else ``None``; ``None`` for an engine that is closed, too.
 
         Never ``/health``: it generates a token, and so waits for what a paused scheduler does not do.
         """
         if closed:
-            return "/model_info"  # of the front end alone; /ready says 503 until the door opens
+            return None  # /ready says 503 until the door opens, and the front end answers before its schedulers can
         server = Path(environment.packages[self.distribution]) / "srt" / "entrypoints" / "http_server.py"
         return "/ready" if '"/ready"' in server.read_text(encoding="utf-8", errors="replace") else None
 

@@ -26,12 +26,18 @@ _LAST_WRITES_S = 0.02  # the last pieces of streamed answers leave the server af
 
 
 class FrontEnd:
-    """The one ``TokenizerManager`` of this process, and the door in front of it."""
+    """The one ``TokenizerManager`` of this process, and the door in front of it.
 
-    def __init__(self) -> None:
+    Args:
+        closed: Whether the door is closed until somebody is admitted: an engine that is started for a restore must
+            answer nobody before its answer was compared.
+    """
+
+    def __init__(self, *, closed: bool = False) -> None:
         self._tokenizer: Any = None
         self._open = asyncio.Event()
-        self._open.set()
+        if not closed:
+            self._open.set()
         self._inside = 0
         self._held = 0
         self._key = ""  # lets one request through the closed door: the acceptance request of a restore
@@ -176,6 +182,11 @@ class FrontEnd:
         """Have ``/health`` and ``/ready`` say 503, or 200; a probe that waits for an answer would hang meanwhile."""
         statuses = type(self.tokenizer.server_status)
         self.tokenizer.server_status = statuses.Up if ready else statuses.Starting
+
+    def hold(self) -> None:
+        """Have the server say that it is starting while its door is closed; called before anybody is admitted."""
+        if not self._open.is_set():
+            self._announce(ready=False)
 
     async def _flush(self) -> None:
         answer = await self.tokenizer.flush_cache()

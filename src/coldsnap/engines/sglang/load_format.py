@@ -1,7 +1,8 @@
 """``--load-format coldsnap``: SGLang's own way to load, with the bytes from elsewhere.
 
 The directive says from where: a pack, or a checkpoint beside the files that the engine was started with. The same
-format serves ``update_weights_from_disk``, which names a checkpoint itself.
+format serves ``update_weights_from_disk``, which names a checkpoint itself. A template's load is ours without the name:
+not every SGLang lets a plugin add to what its command line knows.
 
 The one rule: SGLang makes the model before this, and post-processes its weights after it, by its own code; only what is
 between the two is ours.
@@ -37,9 +38,9 @@ def hooks() -> tuple[Hook, ...]:
 
 def _verify(original: Any, load_config: Any) -> None:
     # 0.5.17 reads its command line before it loads plugins, so that it takes no name that it does not know: a start
-    # that is ours is then told by the setting alone.
+    # that is ours is then told by the setting, or the directive, alone.
     ours = setting("COLDSNAP_SGLANG_STARTUP_PROVIDER") != "" and load_config.load_format == "auto"
-    if ours or load_config.load_format == LOAD_FORMAT:
+    if ours or load_config.load_format == LOAD_FORMAT or ordered.awaits():
         load_config.load_format = loader_class()
         return
     original(load_config)

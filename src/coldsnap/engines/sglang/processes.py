@@ -13,7 +13,9 @@ from coldsnap.engines.sglang.doors import TRANSITION_S, Doors
 from coldsnap.engines.sglang.frontend import FrontEnd
 from coldsnap.engines.sglang.hooking import Hooking
 from coldsnap.engines.sglang.plugin import abort
+from coldsnap.engines.sglang.warmup import Warmup
 from coldsnap.keeper.control import request_control
+from coldsnap.keeper.directive import read_directive
 
 __all__ = ["hook_front_end", "hook_worker"]
 
@@ -30,10 +32,11 @@ def hook_front_end(directive_path: str) -> Mapping[str, Operation]:
 
     (tree,) = sglang.__path__
     contract.report(tree, version=getattr(sglang, "__version__", "")).require()
-    front = FrontEnd()
+    started = read_directive(directive_path).operation == "restore"  # out of a template: others come back running
+    front = FrontEnd(closed=started)
     doors = Doors(front, os.path.dirname(directive_path))
     load_format.announce()
-    _hooking().register((*doors.hooks(), *load_format.hooks()))
+    _hooking().register((*doors.hooks(), *load_format.hooks(), *(Warmup(front).hooks() if started else ())))
     return {**front.operations(), **doors.meeting.operations()}
 
 

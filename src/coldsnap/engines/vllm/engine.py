@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from attrs import evolve, frozen
 
@@ -57,6 +57,7 @@ class VLLM(DescribedEngine):
 
     kind: ClassVar[str] = "vllm"
     names_workers: ClassVar[bool] = False
+    start_load_format: ClassVar[Literal["coldsnap"] | None] = "coldsnap"
     distribution: ClassVar[str] = "vllm"
 
     argument_limits: ClassVar[Limits] = arguments.ARGUMENTS
