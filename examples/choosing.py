@@ -35,6 +35,9 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rate-rounds", type=int, default=5, help="such requests, after a warm-up")
     parser.add_argument("--rate-warm-up", type=int, default=8, help="the most of it: it ends when three in a row agree")
+    parser.add_argument(
+        "--templates", type=int, default=0, metavar="N", help="a capture with n580, and restores of it by each provider"
+    )
     parser.add_argument("--keep", action="store_true", help="a capture that keeps its workload, and a clone beside it")
     parser.add_argument("--sleep-wake", type=int, default=0, metavar="N", help="rounds of Sleep and Wake")
     parser.add_argument(

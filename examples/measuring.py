@@ -180,6 +180,18 @@ def differences(expected: Mapping[str, Mapping[str, str]], found: Mapping[str, M
     ]
 
 
+def in_order(digests: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """Return digests by role and order in it: an engine that is started anew has other process ids than the first."""
+    ranks = sorted(digests, key=lambda rank: (rank.partition(".")[0], int(rank.partition(".")[2] or 0)))
+    seen: dict[str, int] = {}
+    ordered: dict[str, Mapping[str, str]] = {}
+    for rank in ranks:
+        role = rank.partition(".")[0]
+        ordered[f"{role} {seen.setdefault(role, 0)}"] = digests[rank]
+        seen[role] += 1
+    return ordered
+
+
 def machine() -> str:
     """Return the machine in a line."""
     host = cs.probe().host("local")

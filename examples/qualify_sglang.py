@@ -7,7 +7,10 @@
 Everything after ``--`` goes to SGLang. On a machine with a GPU the weights leave the image for a pack (``--weights``),
 and SGLang's own release and resume with a reload of the weights is the baseline; without one, the environment must have
 a stand-in for the memory saver if they are to leave (``--weights native -- --enable-memory-saver …``), and there is no
-baseline. What is measured, and the keys of the JSON: ``qualifying.py``.
+baseline. What is measured, and the keys of the JSON: ``qualifying.py``; ``speedup`` says how often the slowest hot
+restore fits into the fastest cold start with warm caches. One run of both drivers and of both sources of weights:
+
+    python examples/qualify_sglang.py --model /models/qwen3-0.6b --work /dev/shm/sglang --recovery 3 --templates 3
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ last hot restore), ``second_capture`` (``new_pack_bytes`` of a capture with anot
 packs), ``engines_own`` (answers that were compared, and were different, after the engine's own sleep and reload),
 ``by_hand`` (what the rival printed), ``work`` (``path`` and ``filesystem`` of artifact and store), ``composition``
 (``composing.py``), ``rate_ratios`` (tokens/s after each restore to those before the capture), ``still_cached`` (bytes
-that a cold restore did not read from the disk, as the page cache kept them), what ``living.py`` and
-``recovering.py`` add,
+that a cold restore did not read from the disk, as the page cache kept them), what ``living.py``,
+``recovering.py`` and ``ways.py`` add,
 ``digests`` (``tensors`` that the engine's ranks had before the capture, ``comparisons`` of all of them after a restore,
 ``different``: when → names), ``speedup`` (slowest hot restore against the fastest warm-cache cold start),
 ``over_by_hand`` (median hot restore against that of the rival ``by_hand.py``).
@@ -38,6 +38,7 @@ from typing import Any
 import httpx
 
 import coldsnap as cs
+import ways  # type: ignore[import-not-found]  # beside this script
 from choosing import common_arguments, workspace  # type: ignore[import-not-found]  # beside this script
 from coldsnap.engines.acceptance import Answer, Question
 from coldsnap.engines.base import Engine as Spec
@@ -51,6 +52,7 @@ from measuring import (  # type: ignore[import-not-found]
     NotRun,
     differences,
     evict,
+    in_order,
     machine,
     receipts_of,
     steady_rates,
@@ -108,6 +110,8 @@ class Qualification:
         self.part("restore, hot", lambda: self.restores("restore, hot", self.options.restores))
         if self.options.recovery:
             self.part(RECOVERY, lambda: recovered(self))
+        for name, action in ways.parts(self).items():
+            self.part(name, action)
         if self.options.clones:
             self.part(f"restore, {self.options.clones} at once", self.clones)
         self.part("cold start, caches warm", lambda: self.warm_start(baseline, baseline_spec or self.spec))
@@ -171,17 +175,28 @@ class Qualification:
         self.result["composition"] = composition(artifact)
         self.result["receipts"] = receipts_of(report)
 
-    def restores(self, name: str, count: int, *, cold: bool = False) -> None:
-        """Restore, compare, measure and stop, several times."""
-        artifact = self.captured()
+    def restores(
+        self,
+        name: str,
+        count: int,
+        *,
+        cold: bool = False,
+        way: str = "",
+        artifact: cs.Artifact | None = None,
+        policy: cs.Policy | None = None,
+    ) -> None:
+        """Restore, compare, measure and stop, several times; another way keeps its receipts by its name."""
+        artifact = artifact or self.captured()
         for number in range(count):
             self.require_time(f" after {number} of {count}")
             if cold:
                 self.make_cold(artifact)
-            report = self.execute(cs.Restore(artifact, placement=self.place))
+            report = self.execute(cs.Restore(artifact, placement=self.place), policy)
             with report.serving as engine:
                 self.row(name, report.answer_s or 0.0)
-                if not cold:
+                if way:
+                    self.result.setdefault("ways", {})[way] = receipts_of(report)
+                elif not cold:
                     self.result["split"].append({span.name: span.seconds for span in report.timeline.spans})
                     self.result["restored"] = receipts_of(report)
                 self.compare(self.asked(engine))
@@ -379,7 +394,7 @@ class Qualification:
         if not self.digests:
             return  # no rank has a model that can be looked at: ``tensors`` says so
         found = Ranks(engine.keeper.rank_dir).digests(timeout_s=DIGEST_TIMEOUT_S)
-        different = differences(self.digests, found)
+        different = differences(in_order(self.digests), in_order(found))
         self.result["digests"]["comparisons"] += 1
         if different:
             self.result["digests"]["different"][when] = different

@@ -99,6 +99,46 @@ def assert_composed(result):
     assert weights["residual"] > 0
 
 
+def test_other_ways_back_are_held_against_the_same_answers_and_tensors(tmp_path, example, described, criu, free_port):
+    module, ways = example("qualifying"), example("ways")
+    chosen = options(module, tmp_path, criu, free_port, "--templates", "1")
+    checkpoint = write_checkpoint(tmp_path / "model.safetensors", size_bytes=1 << 20)
+    qualification = module.Qualification(described(weights=str(checkpoint)), cs.Policy(), tmp_path, chosen)
+
+    qualification.part("capture", qualification.capture)
+    for name, action in ways.parts(qualification).items():
+        qualification.part(name, action)
+
+    result = qualification.result
+    native, recovery = (f"{ways.STARTED}, {provider}" for provider in ("native", "recovery"))
+    assert result["not_run"] == {}
+    counts = {ways.TEMPLATE: 1, native: 1, recovery: 1}
+    assert {name: len(row["seconds"]) for name, row in result["rows"].items() if name in counts} == counts
+    assert (qualification.compared, qualification.different) == (3 * len(module.PROMPTS), 0)
+    assert result["digests"]["comparisons"] == 3
+    assert result["digests"]["different"] == {}
+    assert result["template"]["new_pack_bytes"] == 0, "both drivers share a pack"
+    assert result["ways"][recovery]["report"]["checkpoint_bytes"] > 1 << 19
+    assert result["ways"][native]["report"]["pack_moved_bytes"] >= 1 << 20
+
+
+def test_without_a_template_nothing_is_started(tmp_path, example, described, criu, free_port):
+    module, ways = example("qualifying"), example("ways")
+    chosen = options(module, tmp_path, criu, free_port, "--templates", "1", "--minutes", "1")
+    qualification = module.Qualification(described(), cs.Policy(), tmp_path, chosen)
+    wanted = ways.parts(qualification)
+    name = f"{ways.STARTED}, native"
+    qualification.part(name, wanted[name])
+    assert qualification.result["not_run"] == {name: "there is no template"}
+
+
+def test_ranks_are_compared_in_their_order_whatever_their_process_ids_are(example):
+    in_order = example("measuring").in_order
+    first, second = {"a": "1"}, {"a": "2"}
+    assert in_order({"worker.1001": second, "worker.99": first}) == {"worker 0": first, "worker 1": second}
+    assert in_order({"engine.7": first}) == {"engine 0": first}
+
+
 def test_clones_at_once_are_compared_while_all_of_them_serve(tmp_path, example, described, criu, free_ports):
     module = example("qualifying")
     port = next(port for port in free_ports(40) if port_is_free(port + 1))

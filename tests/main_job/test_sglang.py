@@ -150,7 +150,7 @@ def copies_of(artifact):
     """Return, of each worker, the bytes that its load copied."""
     for worker in artifact.descriptor.weights.workers:
         manifest = json.loads((artifact.path / worker.native_manifest.path).read_text())
-        yield sum(extent["size_bytes"] for extent in manifest["model_extents"])
+        yield sum(extent["size"] for extent in manifest["model_extents"])
 
 
 @contextlib.contextmanager
