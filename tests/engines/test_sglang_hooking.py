@@ -14,11 +14,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from coldsnap.engines.rank import Busy
+from coldsnap.engines.sglang.doors import Doors
 from coldsnap.engines.sglang.frontend import FrontEnd
 from coldsnap.engines.sglang.hooking import Hook, Hooking
 from coldsnap.engines.sglang.meeting import Meeting
 from coldsnap.engines.sglang.warmup import Warmup
-from coldsnap.errors import ContractError
+from coldsnap.errors import ContractError, EngineError
 
 target = types.ModuleType("outline_of_targets")
 sys.modules[target.__name__] = target
@@ -362,3 +363,62 @@ def test_a_started_server_makes_its_loop_instead_of_a_warmup_and_says_that_it_is
     assert called == [True]
     assert server.asked == ["/flush_cache", "/flush_cache"]
     assert door.tokenizer.server_status is Status.Starting
+
+
+# What a user releases
+
+
+@pytest.fixture
+def doors(door, tmp_path):
+    """The front end's part in a user's release, whose schedulers answer what a test says."""
+    told = types.SimpleNamespace(error="")
+    made = Doors(door.front, str(tmp_path))
+    hooks = {hook.target.rpartition(".")[2]: hook.wrapper for hook in made.hooks()}
+
+    async def original(tokenizer, obj, request):
+        told.during = door.front.asleep
+
+    def ask(kind, *tags):
+        obj = types.SimpleNamespace(tags=list(tags) or None)
+        asked = hooks[f"{kind}_memory_occupation"](original, door.tokenizer, obj, object())
+        return asyncio.run_coroutine_threadsafe(asked, door.loop).result(20)
+
+    def require_done():
+        if told.error:
+            raise EngineError(told.error)
+
+    made._require_done = require_done
+    return types.SimpleNamespace(ask=ask, told=told)
+
+
+def test_a_server_whose_memory_a_user_took_away_refuses_requests_by_name_until_all_of_it_is_back(door, doors):
+    door.loop.call_soon_threadsafe(door.tokenizer.go.set)
+    doors.ask("release")
+    assert doors.told.during == {"weights", "kv_cache"}, "nobody is let in while it happens"
+    with pytest.raises(ValueError, match=r"\(kv_cache, weights\) was released and cannot serve a request; resume it"):
+        door.request("first").result(20)
+    assert door.tokenizer.server_status is Status.Starting
+
+    doors.ask("resume", "weights")
+    with pytest.raises(ValueError, match=r"\(kv_cache\) was released"):
+        door.request("second").result(20)
+
+    doors.ask("resume", "kv_cache")
+    assert door.request("third").result(20) == [1, 2]
+    assert door.tokenizer.server_status is Status.Up
+
+
+def test_a_release_that_was_refused_leaves_the_server_open(door, doors):
+    door.loop.call_soon_threadsafe(door.tokenizer.go.set)
+    doors.told.error = "the engine still has requests"
+    with pytest.raises(EngineError, match="still has requests"):
+        doors.ask("release")
+    assert door.request("first").result(20) == [1, 2]
+    assert door.tokenizer.server_status is Status.Up
+
+
+def test_a_server_that_a_user_paused_has_requests_wait_as_sglang_does(door, doors):
+    door.loop.call_soon_threadsafe(door.tokenizer.go.set)
+    door.tokenizer.is_pause = True
+    doors.ask("release")
+    assert door.request("first").result(20) == [1, 2]

@@ -151,8 +151,15 @@ def test_what_a_user_releases_is_kept_on_disk_and_comes_back(server, before):
         assert server.post("/release_memory_occupation").status_code == 200
     assert server.control("memory", "worker")["state"] == "sleeping"
     assert (server.directory / "runtime" / "live" / "worker-0" / "native-manifest.json").exists()
+    assert (server.status("/ready"), server.status("/health")) == (503, 503)
+    refused = server.post("/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}})
+    assert refused.status_code == 400
+    assert "the memory of this server (kv_cache, weights) was released" in refused.text
+    assert server.post("/resume_memory_occupation", {"tags": ["weights"]}).status_code == 200
+    assert server.post("/generate", {"text": PROMPT}).status_code == 400
     for _ in range(2):
         assert server.post("/resume_memory_occupation").status_code == 200
+    assert server.status("/ready") == 200
     assert same(server, before)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from coldsnap.engines.sglang.frontend import FrontEnd
 from coldsnap.engines.sglang.hooking import Hook
 from coldsnap.engines.sglang.meeting import Meeting
+from coldsnap.engines.sglang.memory import KV_CACHE, WEIGHTS
 from coldsnap.errors import EngineError
 from coldsnap.keeper.control import request_control
 
@@ -47,12 +48,30 @@ class Doors:
                 parameters=("obj", "request"),
             ),
             *(
-                Hook(target=f"{_TOKENIZER}.{name}", wrapper=self._occupation, parameters=("obj", "request"))
-                for name in ("release_memory_occupation", "resume_memory_occupation")
+                Hook(target=f"{_TOKENIZER}.{name}", wrapper=wrapper, parameters=("obj", "request"))
+                for name, wrapper in (
+                    ("release_memory_occupation", self._released),
+                    ("resume_memory_occupation", self._resumed),
+                )
             ),
         )
 
-    async def _occupation(self, original: Any, tokenizer: Any, obj: Any, request: Any = None) -> None:
+    async def _released(self, original: Any, tokenizer: Any, obj: Any, request: Any = None) -> None:
+        before = self._front.asleep
+        if request is not None:
+            self._front.asleep = before | _tags(obj)  # before anything is gone
+        try:
+            await self._occupation(original, tokenizer, obj, request)
+        except BaseException:
+            self._front.asleep = before
+            raise
+
+    async def _resumed(self, original: Any, tokenizer: Any, obj: Any, request: Any = None) -> None:
+        await self._occupation(original, tokenizer, obj, request)
+        if request is not None:
+            self._front.asleep -= _tags(obj)
+
+    async def _occupation(self, original: Any, tokenizer: Any, obj: Any, request: Any) -> None:
         """Let a user's request through, and fail it with what the schedulers say they could not do."""
         await original(tokenizer, obj, request)
         if request is not None:
@@ -80,3 +99,8 @@ class Doors:
         else:
             asked = tokenizer.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=None))
         self._front.run(asked, TRANSITION_S)
+
+
+def _tags(obj: Any) -> frozenset[str]:
+    """Return what of the memory without which nothing is served a request is about: all of it where it names none."""
+    return frozenset(obj.tags or (WEIGHTS, KV_CACHE)) & {WEIGHTS, KV_CACHE}

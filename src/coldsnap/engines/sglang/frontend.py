@@ -41,6 +41,7 @@ class FrontEnd:
         self._inside = 0
         self._held = 0
         self._key = ""  # lets one request through the closed door: the acceptance request of a restore
+        self._asleep: frozenset[str] = frozenset()  # the tags of memory that a user had taken away
         self._turns = 0  # how often the door was opened; a quiesce that sees it change was overtaken
 
     # Hooks
@@ -71,6 +72,22 @@ class FrontEnd:
                 await self._open.wait()
             finally:
                 self._held -= 1
+        if self._asleep and not self.tokenizer.is_pause:  # SGLang has a paused one wait, as it does alone
+            raise ValueError(  # which SGLang answers with 400, and its sentence
+                f"the memory of this server ({', '.join(sorted(self._asleep))}) was released and cannot serve a "
+                "request; resume it with /resume_memory_occupation first"
+            )
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Return the tags of memory that a user had taken away: requests are refused, and probes told so, meanwhile."""
+        return self._asleep
+
+    @asleep.setter
+    def asleep(self, tags: frozenset[str]) -> None:
+        if bool(tags) != bool(self._asleep) and self._open.is_set():
+            self._announce(ready=not tags)
+        self._asleep = tags
 
     # Operations
 
@@ -168,7 +185,7 @@ class FrontEnd:
         await self._continue()
         self._turns += 1
         self._key = ""
-        self._announce(ready=True)
+        self._announce(ready=not self._asleep)
         self._open.set()
         return await self._status()
 
