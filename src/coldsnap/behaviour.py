@@ -63,6 +63,7 @@ WORKING: Mapping[str, tuple[Any, ...] | _Any] = {
     "weights.mode": ANY,
     "weights.native.repository": ANY,
     "weights.native.revision": ANY,
+    "weights.native.files_by_worker": ANY,
     "weights.native.materialize": ANY,
     "weights.recovery.enabled": ANY,
     "weights.recovery.loader_backend": ANY,

@@ -40,7 +40,7 @@ def fetch(session: Session, step: FetchPacks) -> Receipt:
         room = [(store.directory, one.bytes) for one in missing]
         require_room(room, reserve_bytes=RESERVE_BYTES, what="what is fetched")
     for one in missing:
-        hub.stage(one, store, step.revision)
+        hub.stage(one, store, step.revision, files_by_worker=dict(step.files))
     return Receipt(
         step=step.id,
         effective=f"{len(missing)} packs fetched, {len(payloads) - len(missing)} were there",

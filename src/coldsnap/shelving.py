@@ -103,6 +103,7 @@ class FetchPacks(BaseStep):
         repository: ``owner/name``.
         revision: The 40-hex commit.
         endpoint: Another hub than the client's own; empty: that one.
+        files: Worker and its file in the repository; empty: the paths that the artifact records.
     """
 
     phase: ClassVar[Phase] = "ADMIT"
@@ -110,6 +111,7 @@ class FetchPacks(BaseStep):
     repository: str
     revision: str
     endpoint: str
+    files: tuple[tuple[str, str], ...]
 
 
 @frozen(kw_only=True)

@@ -5,6 +5,7 @@ import pytest
 
 from coldsnap.behaviour import engine_defaults
 from coldsnap.errors import AdmissionError, PolicyError, UnsupportedError
+from coldsnap.operation import Prepare, local
 from coldsnap.policy import Policy
 from coldsnap.policy.samples import every_leaf_and_legal_value
 from coldsnap.resolve import resolve
@@ -20,6 +21,7 @@ SCENARIOS = {
         "capture": fleet.capture(),
         "restore": fleet.restore(fleet.captured_on(host)),
         "restore of packs": fleet.restore(fleet.with_packs(host)),
+        "preparation": Prepare(fleet.with_packs(host), placement=local(port=8000)),
         "launch": fleet.launch(),
         "launch with a secret": fleet.launch(spec=SECRET),
     }.items()

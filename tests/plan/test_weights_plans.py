@@ -243,6 +243,17 @@ def test_the_repository_of_the_policy_comes_before_the_one_that_the_artifact_nam
     assert (plan["fetch-packs"].repository, plan["fetch-packs"].revision) == ("our/mirror", "b" * 40)
 
 
+def test_a_pack_is_fetched_from_where_the_policy_says_or_not_at_all():
+    artifact = fleet.with_packs(GPU, repository="example/packs")
+    chosen = {"weights.native.repository": "our/mirror", "weights.native.revision": "b" * 40}
+    prepare = Prepare(artifact, placement=local(port=8000))
+    named = Policy().evolve(**chosen, **{"weights.native.files_by_worker": {"worker-0": "mine.pack"}})
+    assert resolve(named, prepare, with_store(GPU))["fetch-packs"].files == (("worker-0", "mine.pack"),)
+    other = Policy().evolve(**chosen, **{"weights.native.files_by_worker": {"worker-1": "mine.pack"}})
+    with pytest.raises(UnsupportedError, match="no file in the repository is named for worker-0"):
+        resolve(other, prepare, with_store(GPU))
+
+
 def test_a_pack_is_made_of_the_checkpoint_into_the_named_store_else_the_probed_else_beside_the_artifact():
     artifact = fleet.with_packs(GPU)
     assert resolve(Policy(), Materialize(artifact, store="/named"), with_store(GPU))["materialize"].store == "/named"

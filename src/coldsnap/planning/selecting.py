@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from coldsnap.artifact import Artifact
 from coldsnap.behaviour import engine_defaults
@@ -20,6 +20,7 @@ from coldsnap.policy import Policy
 
 __all__ = [
     "EITHER_RULE",
+    "Source",
     "at_restore",
     "configured_repository",
     "fetch_required",
@@ -31,6 +32,21 @@ __all__ = [
 ]
 
 EITHER_RULE = "packs where the store has them all; where one is absent, the checkpoint; one that is another is an error"
+
+
+@frozen(kw_only=True)
+class Source:
+    """Where packs are fetched from.
+
+    Attributes:
+        repository: ``owner/name``.
+        revision: The 40-hex commit.
+        files: Worker and its file in the repository; empty: the paths that the artifact records.
+    """
+
+    repository: str
+    revision: str
+    files: tuple[tuple[str, str], ...]
 
 
 def at_restore(policy: Policy, artifact: Artifact, *, gpu: bool) -> PlacedWeights:
@@ -144,15 +160,29 @@ def configured_repository(policy: Policy) -> str:
     return "" if chosen.repository is None else f"{chosen.repository} at {chosen.revision}"
 
 
-def fetched_from(policy: Policy, artifact: Artifact) -> tuple[str, str] | None:
-    """Return repository and revision that packs are fetched from ahead of a restore; None: nobody fetches."""
-    weights, chosen = artifact.descriptor.weights, policy.weights.native
-    if weights.payloads is None or policy.resolved()["weights.mode"] not in ("auto", "native"):
+def fetched_from(policy: Policy, artifact: Artifact) -> Source | None:
+    """Return where packs are fetched from ahead of a restore; None: nobody fetches.
+
+    Raises:
+        UnsupportedError: The policy says where packs are in the repository, and not for every worker.
+    """
+    payloads, chosen = artifact.descriptor.weights.payloads, policy.weights.native
+    if payloads is None or policy.resolved()["weights.mode"] not in ("auto", "native"):
         return None
+    if missing := sorted({one.worker for one in payloads.objects} - {*chosen.files_by_worker}) * bool(
+        chosen.files_by_worker
+    ):
+        raise UnsupportedError(
+            f"no file in the repository is named for {', '.join(missing)} of {artifact.path}",
+            field="weights.native.files_by_worker",
+            works="a file for every worker, or leaving it out where packs have the paths that the artifact records",
+        )
     repository, revision = chosen.repository, chosen.revision
     if repository is None:
-        repository, revision = weights.payloads.repository, weights.payloads.revision
-    return None if repository is None or revision is None else (repository, revision)
+        repository, revision = payloads.repository, payloads.revision
+    if repository is None or revision is None:
+        return None
+    return Source(repository=repository, revision=revision, files=tuple(sorted(chosen.files_by_worker.items())))
 
 
 def published_in(artifact: Artifact) -> str:

@@ -20,7 +20,7 @@ from coldsnap.plan import Choice, Decision, Plan
 from coldsnap.planning.materialize import materialize_steps
 from coldsnap.planning.placing import admit_host
 from coldsnap.planning.restore import plan_restore
-from coldsnap.planning.selecting import EITHER_RULE, configured_repository, fetched_from
+from coldsnap.planning.selecting import EITHER_RULE, Source, configured_repository, fetched_from
 from coldsnap.planning.sleep import memory_provider
 from coldsnap.planning.weights import READ_AHEAD, STORE, hydrate_step, store_beside
 from coldsnap.policy import Policy
@@ -78,8 +78,8 @@ def plan_preparation(policy: Policy, operation: Prepare, facts: Facts) -> Plan:
     return evolve(plan, operation="prepare", steps=tuple(steps), decisions=decisions, choices=())
 
 
-def _source(policy: Policy, operation: Prepare, artifact: Artifact) -> tuple[str, str] | None:
-    """Return repository and revision that absent packs are fetched from; None: nowhere."""
+def _source(policy: Policy, operation: Prepare, artifact: Artifact) -> Source | None:
+    """Return the repository that absent packs are fetched from; None: nowhere."""
     source = fetched_from(policy, artifact)
     if operation.endpoint and source is None:
         raise UnsupportedError(
@@ -90,16 +90,16 @@ def _source(policy: Policy, operation: Prepare, artifact: Artifact) -> tuple[str
     return source
 
 
-def _fetching(steps: list[Step], operation: Prepare, source: tuple[str, str]) -> list[Step]:
+def _fetching(steps: list[Step], operation: Prepare, source: Source) -> list[Step]:
     """Return the steps with one that fetches before the packs are looked at."""
-    repository, revision = source
     at, admit = next((number, step) for number, step in enumerate(steps) if isinstance(step, AdmitPacks))
     fetch = FetchPacks(
         id=FETCH,
         after=("admit-host", "admit-artifact"),
         store=admit.store,
-        repository=repository,
-        revision=revision,
+        repository=source.repository,
+        revision=source.revision,
+        files=source.files,
         endpoint=operation.endpoint or "",
     )
     return [*steps[:at], fetch, evolve(admit, after=(*admit.after, FETCH)), *steps[at + 1 :]]
