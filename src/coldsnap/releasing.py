@@ -1,7 +1,6 @@
-"""Weights on their way out of an engine: release, what the descriptor says of it, and the proof that none stayed.
+"""Weights on their way out of an engine: the release, and what the descriptor says of it.
 
-The one rule: before a worker gives anything away, the way back is journaled; and a capture whose process image still
-holds weights is refused, because such an image only looks small.
+The one rule: before a worker gives anything away, the way back is journaled.
 """
 
 from __future__ import annotations
@@ -19,22 +18,20 @@ from coldsnap.artifact.manifest import NativeManifest, read_document
 from coldsnap.artifact.payloads import ModelPayloads, PayloadObject, Recovery, WorkerWeights
 from coldsnap.artifact.store import PACKS, Store
 from coldsnap.describe import described_model
-from coldsnap.drivers.page_owner import owner_of
-from coldsnap.errors import EngineError, IntegrityError
+from coldsnap.errors import EngineError
 from coldsnap.keeper.undo import control
 from coldsnap.moving import WritingStep
 from coldsnap.receipts import Receipt
 from coldsnap.session import Released, Session
 from coldsnap.steps import OrderExport, ReleaseWeights
-from coldsnap.transfer.samples import draw, search
 
 __all__ = [
     "WEIGHTS",
     "describe_weights",
+    "manifest_of",
     "recorded",
     "release",
     "release_request",
-    "require_outside",
     "require_seen",
     "store_of",
 ]
@@ -44,7 +41,6 @@ WEIGHTS = "weights"
 
 RESIDUAL, NATIVE = "weights.blob", "native-manifest.json"
 RECOVERY, HIBERNATE = "recovery-manifest.json", "hibernate-state.json"
-SAMPLES = 100
 
 
 def release(session: Session, step: ReleaseWeights) -> Receipt:
@@ -215,7 +211,7 @@ def describe_weights(session: Session, files: Mapping[str, format9.FileRecord], 
                 sha256=one.pack_sha256,
             )
         )
-        Store(store).admit(payloads[-1], index=_manifest(one).index)
+        Store(store).admit(payloads[-1], index=manifest_of(one).index)
     model = described_model(session.need(session.model, "a model"))
     recoverable = all(one.recovery_manifest is not None for one in listed)
     return format9.Weights(
@@ -227,37 +223,6 @@ def describe_weights(session: Session, files: Mapping[str, format9.FileRecord], 
     )
 
 
-def _manifest(one: Released) -> NativeManifest:
+def manifest_of(one: Released) -> NativeManifest:
+    """Return the native manifest that a worker wrote."""
     return read_document(NativeManifest, Path(one.directory, NATIVE), sha256=one.manifest_sha256)
-
-
-def require_outside(session: Session, store: str, paths: list[Path]) -> int:
-    """Look for samples of the weights in what the dump has written.
-
-    Args:
-        session: The capture's.
-        store: The root of the store.
-        paths: Every file of the capsule.
-
-    Returns:
-        How many samples were looked for.
-
-    Raises:
-        IntegrityError: One was found: the weights did not leave.
-    """
-    count = 0
-    for worker, one in session.released.items():
-        extents = [(entry.offset, entry.size) for entry in _manifest(one).index]
-        samples = draw(Store(store).path(one.pack_sha256), extents, SAMPLES, seed=session.name_capture())
-        count += len(samples)
-        if found := search(paths, samples, library=session.library):
-            first = found[0]
-            places = ", ".join(owner_of(one.path, one.offset) for one in found[:3])
-            raise IntegrityError(
-                f"weights of {worker} are still in the process image: {len({one.sample.offset for one in found})} of "
-                f"{len(samples)} samples were found: {places}; something in the engine keeps a copy of what it loaded",
-                path=str(first.path),
-                expected="an image without weights",
-                actual=f"bytes {first.sample.offset} to {first.sample.offset + len(first.sample.data)} of the pack",
-            )
-    return count

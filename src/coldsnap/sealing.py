@@ -16,8 +16,9 @@ from coldsnap.engines.specs import COMMAND, EngineRecord, spec_to_text
 from coldsnap.host.contracts import CONTRACTS
 from coldsnap.host.facts import HostFacts
 from coldsnap.host.secrets import secret_names
+from coldsnap.outside import LookedFor, require_outside
 from coldsnap.receipts import Receipt
-from coldsnap.releasing import WEIGHTS, describe_weights, require_outside, store_of
+from coldsnap.releasing import WEIGHTS, describe_weights, store_of
 from coldsnap.session import Session
 from coldsnap.shrinking import searchable, stored_pages
 from coldsnap.steps import CommitArtifact, LaunchTemplate, SealArtifact
@@ -37,7 +38,7 @@ def seal(session: Session, step: SealArtifact) -> Receipt:
     path = writer.directory(CAPSULE) / "engine.json"
     path.write_text(record.to_text())
     session.sealed = files = writer.seal(CAPSULE)
-    looked_for = 0
+    looked_for = LookedFor()
     if session.released:
         store = store_of(session)
         looked_for = require_outside(session, store, [writer.path / file.path for file in searchable(files)])
@@ -47,9 +48,9 @@ def seal(session: Session, step: SealArtifact) -> Receipt:
     return Receipt(
         step=step.id,
         effective=f"{len(files)} files",
-        reason=f"{looked_for} samples of the weights are not in the image" if looked_for else "",
+        reason=str(looked_for) if looked_for.samples else "",
         bytes=sum(file.bytes for file in files),
-        details={"samples": looked_for},
+        details={"samples": looked_for.samples, "traces": looked_for.traces},
     )
 
 

@@ -14,8 +14,9 @@ from attrs import evolve
 from coldsnap import artifact as format9
 from coldsnap.artifact.pageimage import SUFFIX
 from coldsnap.drivers.page_images import Feed, ShrunkPages, shrink_pages
+from coldsnap.outside import require_outside
 from coldsnap.receipts import Receipt
-from coldsnap.releasing import require_outside, store_of
+from coldsnap.releasing import store_of
 from coldsnap.session import Session
 from coldsnap.steps import ShrinkPages, StageCapsule
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from attrs import field, frozen
 
 from coldsnap.artifact.cores import in_threads
 from coldsnap.transfer.native import NativeLibrary, packaged
 
-__all__ = ["Found", "Sample", "draw", "search"]
+__all__ = ["Found", "Sample", "draw", "equal_around", "search"]
 
 MIN_BYTES = 64
 MAX_BYTES = 4096
@@ -171,6 +171,32 @@ def search(
         for (path, *_), matches in zip(pieces, found, strict=True)
         for offset, index in matches
     )
+
+
+def equal_around(found: Found, source: str | os.PathLike[str], limit_bytes: int) -> int:
+    """Return how many bytes in a row are the same where a sample was found and where it was drawn, itself included.
+
+    Args:
+        found: The place.
+        source: The file it was drawn from.
+        limit_bytes: How far is looked in each direction.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    sample = found.sample
+    before = min(limit_bytes, found.offset, sample.offset)
+    pieces = []
+    for path, offset in ((found.path, found.offset), (source, sample.offset)):
+        with open(path, "rb", buffering=0) as file:
+            pieces.append(os.pread(file.fileno(), before + len(sample.data) + limit_bytes, offset - before))
+    here, there = pieces
+    back = zip(reversed(here[:before]), reversed(there[:before]), strict=True)
+    return _same(back) + _same(zip(here[before:], there[before:], strict=False))
+
+
+def _same(pairs: Iterable[tuple[int, int]]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _require_searchable(patterns: Sequence[bytes]) -> None:

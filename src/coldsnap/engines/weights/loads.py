@@ -22,6 +22,7 @@ from attrs import frozen
 
 from coldsnap.engines.ordered import ordered
 from coldsnap.engines.settings import setting
+from coldsnap.transfer.heap import large_blocks_returned
 
 if TYPE_CHECKING:
     from coldsnap.engines.rank import Operation
@@ -112,7 +113,8 @@ class Loads:
             outer: LoadObserver | None = getattr(self._here, "observer", None)
             if outer is not None:
                 return load_weights(loader, model, *args, **kwargs)  # a loader of a subclass that calls its parent's
-            with LoadObserver(model) as observer:
+            # These weights are to leave the process: no thread of the load may keep blocks it has freed.
+            with large_blocks_returned(), LoadObserver(model) as observer:
                 self._here.observer = observer
                 try:
                     result = load_weights(loader, model, *args, **kwargs)
