@@ -147,6 +147,17 @@ def test_a_damaged_layout_is_refused_and_leaves_nothing(
     assert not (tmp_path / "again").exists()
 
 
+def test_what_a_killed_export_left_goes_with_the_next_one(artifact: Artifact, tmp_path: Path) -> None:
+    export_layout(artifact, tmp_path / "layout", tag="one")
+    before = sorted((tmp_path / "layout").rglob("*"))
+    for place in ("layout/.index.json.partial-00", "layout/blobs/sha256/.0c9e.partial-00"):
+        (tmp_path / place).write_bytes(b"half")
+
+    export_layout(artifact, tmp_path / "layout", tag="one")
+
+    assert before == sorted((tmp_path / "layout").rglob("*"))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")
 def test_an_export_to_a_full_disk_leaves_no_half_blob(tmp_path: Path) -> None:
     artifact = write_artifact(tmp_path / "one", files={"capsule/rank0/images/a": os.urandom(1 << 20)})

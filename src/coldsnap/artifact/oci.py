@@ -22,7 +22,7 @@ from coldsnap.artifact import descriptor as documents
 from coldsnap.artifact.canonical import Json, hex_of
 from coldsnap.artifact.committed import Artifact
 from coldsnap.artifact.descriptor import MAX_DESCRIPTOR_BYTES, Descriptor
-from coldsnap.artifact.durable import COMMITTED, staged_file, write_file_durably
+from coldsnap.artifact.durable import COMMITTED, remove_partials, staged_file, write_file_durably
 from coldsnap.artifact.private import read_small
 from coldsnap.artifact.writer import ArtifactWriter
 from coldsnap.errors import ArtifactError, FormatError, IntegrityError, UnsupportedError
@@ -112,6 +112,8 @@ def export_layout(artifact: Artifact, layout: Path, *, tag: str) -> str:
     artifact.verify()
     blobs = layout / "blobs" / "sha256"
     blobs.mkdir(parents=True, exist_ok=True)
+    for directory in (layout, blobs):
+        remove_partials(directory)  # of exports that were killed
     manifest = manifest_of(artifact)
     for layer in manifest.layers:
         _copy(artifact.path / layer.annotations[_TITLE], blobs / hex_of(layer.digest))
