@@ -4,7 +4,7 @@
 # life   MODEL, artifact and store on a disk: three hot restores with tokens/s before and after, a capture that keeps its
 #        workload and a clone beside it, asked in turns, three rounds of sleep and wake, two captures that fail after their
 #        dump, two restores at once, three cold restores; every answer and every tensor compared        0.6B: about 400 s
-# image  MODEL: the same image uncompressed, without zero pages, in LZ4 blocks; hot and cold               0.6B: about 280 s
+# image  MODEL: the same image uncompressed, without zero pages, in LZ4 blocks; hot and cold               0.6B: about 330 s
 # large  LARGE, all in memory: as life, without what needs a disk                                          8B: about 450 s
 # hand   LARGE frozen and thawed by hand, with vLLM's sleep level 2 and a reload: the rival                8B: about 150 s
 # Engines' caches of compiled code are below DISK and RAM, and are warm from the second phase on.
@@ -38,7 +38,7 @@ for phase in "$@"; do
     qualify life qualify_vllm.py --model "${MODEL:?}" --work "$disk" --minutes "${MINUTES:-8}" "${living[@]}" --cold-restores 3 -- "${engine[@]}" ;;
   image)
     rm -rf "$disk-images"  # it must hold no artifacts
-    qualify image qualify_image.py --model "${MODEL:?}" --work "$disk-images" --repeats "${REPEATS:-3}" --workers 1,4 \
+    qualify image qualify_image.py --model "${MODEL:?}" --work "$disk-images" --repeats "${REPEATS:-3}" --workers "${WORKERS:-1,4,16}" \
       --env "VLLM_CACHE_ROOT=$disk/cache" -- "${engine[@]}" ;;
   large)
     rm -rf "$ram"/{artifact,store,kept,undone}
