@@ -1,6 +1,7 @@
-"""A template of real SGLang: captured once, started out of its pack, with the checkpoint away, the same tokens.
+"""A template of real SGLang: captured once, started out of its pack and out of the checkpoint, the same tokens.
 
-One rank is started twice at once; with COLDSNAP_TEST_FULL, one and two ranks three times each.
+One rank is started twice at once, once by each; with COLDSNAP_TEST_FULL, one and two ranks are started three times by
+each, out of the pack with the checkpoint away.
 """
 
 import os
@@ -26,7 +27,7 @@ TEMPLATE = {"compatibility.driver": "n580"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2] if FULL else [1])
-def test_a_template_is_started_out_of_its_pack_and_answers_as_captured(
+def test_a_template_is_started_out_of_its_pack_and_out_of_the_checkpoint_and_answers_as_captured(
     ranks, model, sglang_python, tmp_path, free_ports, run
 ):
     ports, taken = free_ports(3), tmp_path / "model"
@@ -42,23 +43,28 @@ def test_a_template_is_started_out_of_its_pack_and_answers_as_captured(
     packs = artifact.descriptor.weights.payloads.objects
     assert captured.receipt("prove").reason == "no device, no library of a driver"
     assert len(packs) == ranks
-    taken.rename(tmp_path / "moved-away")
+    whole = sum(pack.bytes for pack in packs)
 
-    reports = at_once(run, artifact, ports[1:])
-    reports += at_once(run, artifact, ports[:1]) if FULL else []
-
-    for report, answered, status in reports:
-        assert answered == expected
-        assert status == 200
-        details = report.receipt("report").details
-        assert details["pack_bytes"] == sum(pack.bytes for pack in packs)
-        assert report.receipt("answer").effective.endswith("tokens as captured")
+    as_captured(run, artifact, ports[1:], ("native", "recovery"), expected, whole)
+    if FULL:
+        as_captured(run, artifact, ports[1:], ("recovery", "recovery"), expected, whole)
+        taken.rename(tmp_path / "moved-away")
+        as_captured(run, artifact, ports[1:], ("native", "native"), expected, whole)
 
 
-def at_once(run, artifact, ports):
-    """Restore at several ports at the same time; return each report with what was said, and how ready the server is."""
+def as_captured(run, artifact, ports, providers, expected, whole):
+    """Restore at several ports at the same time, each by its provider, and hold all of them against what was said."""
+
+    def restored(port, provider):
+        return run(cs.Restore(artifact, placement=cs.local(port=port)), **{"weights.mode": provider})
+
     with ThreadPoolExecutor(len(ports)) as pool, ExitStack() as serving:
-        operations = [cs.Restore(artifact, placement=cs.local(port=port)) for port in ports]
-        reports = list(pool.map(run, operations))
+        reports = list(pool.map(restored, ports, providers))
         engines = [serving.enter_context(report.serving) for report in reports]
-        return [(report, said(one), get(one, "/ready")) for report, one in zip(reports, engines, strict=True)]
+        for report, engine, provider in zip(reports, engines, providers, strict=True):
+            assert said(engine) == expected
+            assert get(engine, "/ready") == 200
+            details = report.receipt("report").details
+            assert details["pack_bytes"] == (whole if provider == "native" else 0)
+            assert (details["checkpoint_bytes"] > 1 << 20) == (provider == "recovery")
+            assert report.receipt("answer").effective.endswith("tokens as captured")
