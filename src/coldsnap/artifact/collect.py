@@ -20,7 +20,7 @@ from coldsnap.artifact.evidence import TreeAdmission, Verify
 from coldsnap.artifact.held import is_held, is_kept, kept_for
 from coldsnap.artifact.lanes import Lanes
 from coldsnap.artifact.manifest import NativeManifest, read_document
-from coldsnap.artifact.store import Store, StoredPack
+from coldsnap.artifact.store import Store, StoredPack, sizes_of
 from coldsnap.errors import ArtifactError
 
 __all__ = [
@@ -179,7 +179,7 @@ def collect(
             kept.append((pack.sha256, "recent"))
         else:
             removed.append(pack)
-    sizes = {path: _size(path) for path in store.directory.glob(".*")}
+    sizes = {path: sum(sizes_of(path)) for path in store.directory.glob(".*")}
     stale = [*remove_partials(store.directory, dry_run=dry_run), *store.drop_staging(youngest_ns, dry_run=dry_run)]
     freed = sum(pack.bytes for pack in removed) + sum(sizes.get(path, 0) for path in stale)
     return Collected(removed=tuple(removed), kept=tuple(kept), partials=tuple(stale), bytes=freed, dry_run=dry_run)
@@ -207,10 +207,6 @@ def _require_no_capture(roots: Iterable[Path]) -> None:
     """Refuse while an artifact is being written: it may name packs that nobody else does, and cannot be read yet."""
     if writing := next(captures_below(roots), None):
         raise ArtifactError(f"{unfinished(writing)}, which may name packs of the store; wait for its end")
-
-
-def _size(path: Path) -> int:
-    return sum(file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir())
 
 
 def delete_artifact(

@@ -385,8 +385,9 @@ def locked(path: Path) -> Iterator[None]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         # A holder may have removed the name while we waited; then someone else may hold a newer file of that name.
-        if os.path.lexists(path) and os.path.samestat(os.fstat(fd), os.lstat(path)):
-            break
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                break
         os.close(fd)
     try:
         yield

@@ -35,7 +35,7 @@ from coldsnap.artifact.private import open_directory, open_private
 from coldsnap.artifact.validate import Transport, validate
 from coldsnap.errors import ArtifactError, IntegrityError, PayloadMissingError
 
-__all__ = ["PACKS", "Store", "StoredPack"]
+__all__ = ["PACKS", "Store", "StoredPack", "sizes_of"]
 
 PACKS = Path("model-payloads", "sha256")
 _SUFFIX = ".pack"
@@ -135,7 +135,7 @@ class Store:
         """Size by kind: packs, records, partials (being written, or stale), staging (downloads to resume)."""
         sizes = dict.fromkeys(("packs", "records", "partials", "staging"), 0)
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
-            size = sum(_sizes(path))
+            size = sum(sizes_of(path))
             kind = "staging" if path.suffix == ".staging" else "partials" if path.name.startswith(".") else "records"
             sizes["packs" if path.suffix == _SUFFIX else kind] += size
         return sizes
@@ -341,10 +341,13 @@ class Store:
             status = _status(path)
             if status is None or status.st_mtime_ns > before_ns:
                 continue
-            stale.append(path)
             if not dry_run:
                 with self.lock(path.name.removeprefix(".").removesuffix(".staging")):
+                    status = _status(path)  # somebody may have gone on with it while the lock was waited for
+                    if status is None or status.st_mtime_ns > before_ns:
+                        continue
                     shutil.rmtree(path, ignore_errors=True)
+            stale.append(path)
         return stale
 
 
@@ -355,7 +358,8 @@ def _status(path: Path) -> os.stat_result | None:
     return None
 
 
-def _sizes(path: Path) -> Iterator[int]:
+def sizes_of(path: Path) -> Iterator[int]:
+    """Yield the size of a file, or of all files below a directory, bytes; what others delete meanwhile is gone."""
     for directory, _, names in os.walk(path):
         yield from (status.st_size for name in names if (status := _status(Path(directory, name))))
     status = _status(path)
