@@ -224,6 +224,17 @@ def test_a_failed_capture_leaves_nothing(tmp_path: Path) -> None:
     assert [] == list(tmp_path.iterdir())
 
 
+def test_a_capture_that_was_undone_while_it_committed_says_so_and_nothing_is_there(tmp_path: Path) -> None:
+    def undone(point: str) -> None:
+        if point == f"{COMMITTED}:rename":
+            (tmp_path / "made").rename(tmp_path / "aside")
+
+    with pytest.raises(ArtifactError, match="was removed before it was complete: the keeper of its engine has ended"):
+        write_artifact(tmp_path / "made", at=undone)
+
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_descriptor_must_list_exactly_the_sealed_files(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="do not agree"), ArtifactWriter.create(tmp_path / "made") as writer:
         writer.directory("capsule/rank0")

@@ -1,8 +1,13 @@
 """Real interpreters and real sockets."""
 
+import os
+
 import pytest
 
 from coldsnap.keeper.directive import Directive, Endpoint, write_directive
+
+# The main job starts templates of the same vLLM out of their packs; what these see of a load beside that is a minute.
+collect_ignore = [] if "COLDSNAP_TEST_FULL" in os.environ else ["test_vllm_fresh.py"]
 
 
 @pytest.fixture

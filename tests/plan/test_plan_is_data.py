@@ -27,7 +27,7 @@ HOSTS = st.sampled_from([fleet.cpu_host(), fleet.gpu_host(), fleet.gpu_host("700
 BESIDE = {
     *("weights.recovery.enabled", "weights.native.materialize", "graphs.policy"),
     *("process.artifact_scope", "compatibility.driver", "weights.native.repository", "weights.native.revision"),
-    "process.cache_paths",
+    *("process.cache_paths", "weights.native.files_by_worker"),
 }
 
 

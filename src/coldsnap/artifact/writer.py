@@ -112,14 +112,22 @@ class ArtifactWriter:
             descriptor: Lists exactly the sealed files.
 
         Raises:
-            ArtifactError: It lists something else.
+            ArtifactError: It lists something else, or somebody has removed what was written.
         """
         listed = {file.path for file in descriptor.files}
         if listed != self._sealed.keys():
             odd = ", ".join(sorted(listed ^ self._sealed.keys())[:5])
             raise ArtifactError(f"the descriptor and the sealed files of {self.path} do not agree: {odd}")
-        write_evidence(self.path, list(self._sealed.values()), at=self._at)
-        self._staged.commit(descriptor.encode())
+        try:
+            write_evidence(self.path, list(self._sealed.values()), at=self._at)
+            self._staged.commit(descriptor.encode())
+        except FileNotFoundError as error:
+            if self.path.exists():
+                raise
+            raise ArtifactError(
+                f"the output {self.path} was removed before it was complete: the keeper of its engine has ended, and "
+                "the capture was undone; capture again"
+            ) from error
         return Artifact.open(self.path)
 
     def leave(self) -> None:

@@ -67,7 +67,9 @@ def parse(value: object) -> Undo:
 
 
 def remove_path(root_fd: int, entry: Undo) -> str:
-    """Run a ``remove`` entry.
+    """Run a ``remove`` entry: the name goes at once, and then what had it.
+
+    A caller whose keeper has died may be committing at this very moment; so what it finds is all there or not at all.
 
     Args:
         root_fd: The root directory of the caller's world; the keeper's own has another ``/dev/shm``.
@@ -76,11 +78,18 @@ def remove_path(root_fd: int, entry: Undo) -> str:
     Returns:
         What was done, in words.
     """
-    path = entry["path"]
+    path, unless = entry["path"], entry["unless"]
+    directory, name = os.path.split(path[1:])
+    aside = os.path.join(directory, f".{name}.partial-{os.urandom(8).hex()}")  # which the next capture takes for stale
+    stays = f"{path} is complete and stays"
     try:
-        if entry["unless"] and _exists(root_fd, f"{path[1:]}/{entry['unless']}"):
-            return f"{path} is complete and stays"
-        layout.remove_tree(root_fd, path[1:])
+        if unless and _exists(root_fd, f"{path[1:]}/{unless}"):
+            return stays
+        os.rename(path[1:], aside, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+        if unless and _exists(root_fd, f"{aside}/{unless}"):  # it became complete between the look and the renaming
+            os.rename(aside, path[1:], src_dir_fd=root_fd, dst_dir_fd=root_fd)
+            return stays
+        layout.remove_tree(root_fd, aside)
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} was not there"
     except OSError as error:
