@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
 
+import coldsnap
 from coldsnap.artifact import (
     Acceptance,
     Artifact,
@@ -135,3 +138,16 @@ def target(**changes: object) -> Target:
         own = {key.removeprefix(f"{name}_"): value for key, value in changes.items() if key.startswith(f"{name}_")}
         parts[name] = attrs.evolve(part, **own)
     return Target(units=(parts["unit"],), engine=parts["engine"])
+
+
+def in_mounts_of_its_own(script: str) -> tuple[int, str, str]:
+    """Run Python that mounts what nobody else is to see; return its status and what it wrote."""
+    ended = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(coldsnap.__file__).parents[1])},
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr

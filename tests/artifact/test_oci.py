@@ -7,15 +7,14 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import attrs
 import pytest
-from made import write_artifact
+from made import in_mounts_of_its_own, write_artifact
 from memory import captured
-from test_store import SOURCE, write_native
+from test_store import write_native
 
 from coldsnap.artifact import Artifact
 from coldsnap.artifact.oci import export_layout, import_layout, manifest_of, pull, push
@@ -174,15 +173,7 @@ try:
 except OSError as error:
     print(error.strerror, [path.name for path in small.rglob("*") if path.is_file()])
 """
-    ended = subprocess.run(
-        ["unshare", "-m", sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": SOURCE},
-        check=False,
-    )
-    assert (0, "No space left on device []\n", "") == (ended.returncode, ended.stdout, ended.stderr)
+    assert (0, "No space left on device []\n", "") == in_mounts_of_its_own(script)
 
 
 def test_layers_that_are_not_the_listed_files_are_refused(artifact: Artifact, tmp_path: Path) -> None:
