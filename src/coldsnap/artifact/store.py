@@ -234,15 +234,10 @@ class Store:
             except OSError as error:
                 if error.errno not in UNWRITABLE:
                     raise
-            return self._admit(payload, verify, index=index, transport=transport)
+            return self._admit(payload, verify, index, transport)
 
     def _admit(
-        self,
-        payload: PayloadObject,
-        verify: Verify = "evidence",
-        *,
-        index: Sequence[PackEntry] | None = None,
-        transport: Transport | None = None,
+        self, payload: PayloadObject, verify: Verify, index: Sequence[PackEntry] | None, transport: Transport | None
     ) -> Admission:
         path = self.path(payload.sha256)
         if not os.path.lexists(path):  # whoever held the lock before may have deleted it
@@ -286,7 +281,7 @@ class Store:
                 publish_file(fetched, final, at=self.at)
             # Also what a process left that was killed between these two lines.
             remove_tree(staging)
-            return self._admit(payload)  # before anybody can delete it
+            return self._admit(payload, "evidence", None, None)  # before anybody can delete it
 
     def _require(self, fetched: Path, payload: PayloadObject) -> None:
         fetched.chmod(0o600)

@@ -7,13 +7,14 @@ there as its header: engines read headers before they load, for types that a con
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from coldsnap.engines.model import TEXT_SUFFIXES, read_config
 from coldsnap.errors import AdmissionError
 from coldsnap.transfer.safetensors import HEADER_LIMIT_BYTES
 
-__all__ = ["MAX_FILE_BYTES", "header_of", "start_files"]
+__all__ = ["MAX_FILE_BYTES", "header_of", "placed_model", "start_files"]
 
 MAX_FILE_BYTES = 256 << 20
 _LENGTH_BYTES = 8
@@ -69,3 +70,21 @@ def header_of(path: Path) -> bytes:
     if len(prefix) < _LENGTH_BYTES or len(header) != length:
         raise AdmissionError(f"{path} is not a safetensors file: its header would have {length:,} bytes")
     return prefix + header
+
+
+def placed_model(argv: Sequence[str], option: str, directory: str, *, served: str) -> tuple[str, ...]:
+    """Return the command of an engine with its model in another directory, under the name that it had in the API.
+
+    Args:
+        argv: The command; it has the option once.
+        option: What names the model.
+        directory: Where its start files are; they have no revision any more.
+        served: The name in the API.
+    """
+    placed = list(argv)
+    placed[placed.index(option) + 1] = directory
+    if "--revision" in placed:
+        at = placed.index("--revision")
+        del placed[at : at + 2]
+    named = () if "--served-model-name" in placed else ("--served-model-name", served)
+    return (*placed, *named)

@@ -22,7 +22,7 @@ from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.settings import check_user_environment
 from coldsnap.engines.sglang import arguments, contract
 from coldsnap.engines.sglang.asking import ask
-from coldsnap.engines.start_files import start_files
+from coldsnap.engines.start_files import placed_model, start_files
 from coldsnap.errors import UnsupportedError
 from coldsnap.keeper.directive import Endpoint
 
@@ -159,13 +159,7 @@ class SGLang(DescribedEngine):
 
     def with_start_files(self, argv: Sequence[str], directory: str) -> tuple[str, ...]:
         """Return the command with another ``--model-path``, under the name that it had in the API."""
-        placed = list(argv)
-        placed[placed.index("--model-path") + 1] = directory
-        if self.revision is not None:
-            at = placed.index("--revision")
-            del placed[at : at + 2]
-        named = () if self.served_model_name is not None else ("--served-model-name", self.served_model)
-        return (*placed, *named)
+        return placed_model(argv, "--model-path", directory, served=self.served_model)
 
     def launch_command(self, endpoint: Endpoint, *, environ: Mapping[str, str], gpu: bool = False) -> LaunchCommand:
         """Return what the keeper starts.

@@ -20,7 +20,7 @@ from coldsnap.engines.described import DescribedEngine, with_item, without_expan
 from coldsnap.engines.endpoint import UNWATCHED, Watch
 from coldsnap.engines.environment import EngineEnvironment, inspect_environment
 from coldsnap.engines.settings import check_user_environment
-from coldsnap.engines.start_files import start_files
+from coldsnap.engines.start_files import placed_model, start_files
 from coldsnap.engines.vllm import arguments, contract
 from coldsnap.errors import UnsupportedError
 from coldsnap.keeper.directive import Endpoint
@@ -163,13 +163,7 @@ class VLLM(DescribedEngine):
 
     def with_start_files(self, argv: Sequence[str], directory: str) -> tuple[str, ...]:
         """Return the command with another ``--model``, under the name that it had in the API."""
-        placed = list(argv)
-        placed[placed.index("--model") + 1] = directory
-        if self.revision is not None:
-            at = placed.index("--revision")
-            del placed[at : at + 2]
-        named = () if self.served_model_name is not None else ("--served-model-name", self.served_model)
-        return (*placed, *named)
+        return placed_model(argv, "--model", directory, served=self.served_model)
 
     def launch_command(self, endpoint: Endpoint, *, environ: Mapping[str, str], gpu: bool = False) -> LaunchCommand:
         """Return what the keeper starts.
